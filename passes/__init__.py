@@ -1,0 +1,1 @@
+"""Pure graph passes: they read ``torch.fx`` graphs and know nothing of the runtime."""

@@ -1,0 +1,237 @@
+"""Which values share memory, who writes it, and in which order reads and writes must stay.
+
+Contract. ``analyse_aliases(graph)`` first replaces every use of an in-place op's result by the tensor it changed
+(``y = x.add_(1)``: users of ``y`` use ``x``), then puts tensor values into *sets*: two values are in one set if one
+may be a view of the other. It is conservative: schema annotations, what the fake tensors showed at tracing, and for
+opaque nodes every argument. Reads and writes of one set must keep their program order; nothing else is ordered but
+data, random state and operations that may have hidden effects.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from .torch_api import HigherOrderOperator, OpOverload
+
+#: Pseudo memory: everything that draws random numbers, and everything that may have effects we cannot see.
+RANDOM, EFFECTS = -1, -2
+
+_INPLACE_OPERATORS = {
+    operator.setitem, operator.delitem, operator.iadd, operator.isub, operator.imul, operator.itruediv,
+    operator.ifloordiv, operator.iand, operator.ior, operator.ixor, operator.ipow, operator.imod, operator.ilshift,
+    operator.irshift, operator.imatmul,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Aliasing:
+    """``set_of`` maps a tensor value to its set; ``members`` lists a set in program order; ``writes`` maps a node to
+    the sets it changes. ``order`` maps a node to the nodes that must run before it because of memory."""
+
+    set_of: dict[Node, int]
+    members: dict[int, tuple[Node, ...]]
+    writes: dict[Node, frozenset[int]]
+    order: dict[Node, tuple[Node, ...]]
+    version: dict[tuple[Node, int], int]
+
+    def written(self, node: Node) -> bool:
+        """Whether some operation changes the memory behind this value."""
+        return self.set_of.get(node, 0) in self._written_sets
+
+    @property
+    def _written_sets(self) -> set[int]:
+        cached = self.__dict__.get("_cache")
+        if cached is None:
+            cached = {s for sets in self.writes.values() for s in sets}
+            object.__setattr__(self, "_cache", cached)
+        return cached
+
+    def bases(self, set_id: int) -> tuple[Node, ...]:
+        """The values of a set that are not made from another value of it."""
+        inside = set(self.members.get(set_id, ()))
+        return tuple(n for n in self.members.get(set_id, ()) if not any(a in inside for a in n.all_input_nodes))
+
+
+def is_tensor_value(value: Any) -> bool:
+    """A tensor, or a tuple or list that holds one."""
+    if isinstance(value, (tuple, list)):
+        return any(is_tensor_value(v) for v in value)
+    return isinstance(value, torch.Tensor)
+
+
+def written_args(node: Node) -> tuple[Node, ...]:
+    """The tensor arguments that ``node`` changes (all of them, if it cannot be known)."""
+    target = node.target
+    if node.op != "call_function" or target is operator.getitem:
+        return ()
+    if isinstance(target, OpOverload):
+        schema = target._schema
+        if not schema.is_mutable:
+            return ()
+        out: list[Node] = []
+        for i, arg in enumerate(schema.arguments):
+            if arg.alias_info is not None and arg.alias_info.is_write:
+                value = node.args[i] if i < len(node.args) else node.kwargs.get(arg.name)
+                out += [value] if isinstance(value, Node) else [v for v in _flat(value) if isinstance(v, Node)]
+        return tuple(out)
+    if isinstance(target, HigherOrderOperator) and not _may_write(node):
+        return ()
+    if node.meta.get("opaque") or isinstance(target, HigherOrderOperator):
+        return tuple(a for a in node.all_input_nodes if is_tensor_value(a.meta.get("val")))
+    return ()
+
+
+def _flat(value: Any) -> Iterable[Any]:
+    if isinstance(value, (tuple, list)):
+        for v in value:
+            yield from _flat(v)
+    elif value is not None:
+        yield value
+
+
+def _may_write(node: Node) -> bool:
+    """Whether a higher-order op can change its arguments: some body has an in-place operation (or has no body)."""
+    bodies = [a.meta["val"] for a in node.all_input_nodes if isinstance(a.meta.get("val"), GraphModule)]
+    return not bodies or any(_body_writes(b) for b in bodies)
+
+
+def _body_writes(body: GraphModule) -> bool:
+    for n in body.graph.nodes:
+        name = str(n.target)
+        if n.op == "call_method" and name.endswith("_") and not name.endswith("__"):
+            return True
+        if n.op == "call_function":
+            func = getattr(n.target, "__name__", "")
+            mutable = isinstance(n.target, OpOverload) and n.target._schema.is_mutable
+            inplace = func.endswith("_") and not func.endswith("__")
+            if mutable or inplace or n.target in _INPLACE_OPERATORS or "out" in n.kwargs or "triton" in func:
+                return True
+        if n.op == "get_attr":
+            inner = getattr(body, name, None) if "." not in name else None
+            if isinstance(inner, GraphModule) and _body_writes(inner):
+                return True
+    return False
+
+
+def _view_args(node: Node) -> Iterable[Node]:
+    """The arguments whose memory the result of ``node`` may share."""
+    yield from node.meta.get("aliases", ())
+    target = node.target
+    if target is operator.getitem:
+        yield from (a for a in node.args[:1] if isinstance(a, Node))
+    elif isinstance(target, OpOverload):
+        schema = target._schema
+        shared = {s for r in schema.returns if r.alias_info is not None for s in r.alias_info.before_set}
+        for i, arg in enumerate(schema.arguments):
+            if arg.alias_info is not None and shared & set(arg.alias_info.before_set):
+                value = node.args[i] if i < len(node.args) else node.kwargs.get(arg.name)
+                yield from (v for v in _flat(value) if isinstance(v, Node))
+    elif node.meta.get("opaque"):
+        yield from (a for a in node.all_input_nodes if is_tensor_value(a.meta.get("val")))
+
+
+def resolve_inplace_results(graph: Graph) -> None:
+    """Let users of an in-place op's result use the changed tensor itself: it is the same object."""
+    for node in graph.nodes:
+        if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
+            continue
+        written, returns = written_args(node), node.target._schema.returns
+        if (
+            len(returns) == 1
+            and len(written) == 1
+            and returns[0].alias_info is not None
+            and returns[0].alias_info.is_write
+        ):
+            node.replace_all_uses_with(written[0])
+
+
+def has_hidden_effects(node: Node) -> bool:
+    """Operations outside ATen may read or change state that no schema shows: they keep their order."""
+    target = node.target
+    if node.op != "call_function" or target is operator.getitem:
+        return False
+    if isinstance(target, OpOverload):
+        return target.namespace not in ("aten", "prims") or not target._schema.returns
+    return bool(node.meta.get("opaque")) or isinstance(target, HigherOrderOperator)
+
+
+def is_random(node: Node) -> bool:
+    """Whether the node draws from a random generator (dropout at inference does not)."""
+    target = node.target
+    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    named = dict(zip((a.name for a in target._schema.arguments), node.args, strict=False)) | dict(node.kwargs)
+    off = named.get("train") is False or named.get("training") is False
+    probabilities = [named[k] for k in ("p", "dropout_p", "dropout") if k in named]
+    if target._schema.name.endswith("dropout") and (off or probabilities == [0.0]):
+        return False
+    if "scaled_dot_product" in target._schema.name:
+        return bool(probabilities and probabilities[0] != 0.0)
+    return True
+
+
+def analyse_aliases(graph: Graph) -> Aliasing:
+    """Sets, writers and memory order of a normalised graph (changes the graph: see the module docstring)."""
+    resolve_inplace_results(graph)
+    parent: dict[Node, Node] = {}
+
+    def find(n: Node) -> Node:
+        while parent[n] is not n:
+            parent[n] = parent[parent[n]]
+            n = parent[n]
+        return n
+
+    for node in graph.nodes:
+        if node.op != "output" and is_tensor_value(node.meta.get("val")):
+            parent[node] = node
+            for arg in _view_args(node):
+                if arg in parent:
+                    parent[find(node)] = find(arg)
+    ids: dict[Node, int] = {}
+    set_of = {n: ids.setdefault(find(n), len(ids) + 1) for n in parent}
+    members: dict[int, list[Node]] = {}
+    for n, s in set_of.items():
+        members.setdefault(s, []).append(n)
+    writes = {n: frozenset(set_of[a] for a in written_args(n) if a in set_of) for n in graph.nodes}
+    writes = {n: w for n, w in writes.items() if w}
+    order, version = _memory_order(graph, set_of, writes)
+    return Aliasing(set_of, {s: tuple(m) for s, m in members.items()}, writes, order, version)
+
+
+def _memory_order(
+    graph: Graph, set_of: dict[Node, int], writes: dict[Node, frozenset[int]]
+) -> tuple[dict[Node, tuple[Node, ...]], dict[tuple[Node, int], int]]:
+    last_write: dict[int, Node] = {}
+    readers: dict[int, list[Node]] = {}
+    count: dict[int, int] = {}
+    order: dict[Node, tuple[Node, ...]] = {}
+    version: dict[tuple[Node, int], int] = {}
+    changed = {s for w in writes.values() for s in w}
+    for node in graph.nodes:
+        if node.op == "placeholder" or node.op == "get_attr":
+            continue
+        touched = {set_of[a] for a in node.all_input_nodes if a in set_of}
+        wrote = set(writes.get(node, ()))
+        if is_random(node):
+            wrote.add(RANDOM)
+        if has_hidden_effects(node):
+            wrote.add(EFFECTS)
+        before: dict[Node, None] = {}
+        for s in (touched & changed) | wrote:
+            version[node, s] = count.get(s, 0)
+            if s in last_write:
+                before[last_write[s]] = None
+            if s in wrote:
+                before.update(dict.fromkeys(readers.pop(s, ())))
+                last_write[s] = node
+                count[s] = count.get(s, 0) + 1
+            else:
+                readers.setdefault(s, []).append(node)
+        order[node] = tuple(before)
+    return order, version

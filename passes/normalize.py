@@ -1,0 +1,519 @@
+"""Dynamo graph -> one graph of ATen overloads that keeps in-place ops, views, symbolic sizes and user lines.
+
+Contract. ``normalise(gm)`` returns a ``NormalGraph`` whose every ``call_function`` node is an ``OpOverload``, a size
+computation, ``operator.getitem``, a higher-order op, or (rarely) a Dynamo node that could not be traced and is kept
+as it came (``meta["opaque"]``). ``meta`` of each node: ``val`` (fake tensors / SymInts), ``where`` (user's line),
+``autocast`` (the regions it runs under), ``aliases`` (inputs whose storage its result shares). Nothing is executed.
+``NormaliseError`` means: run the Dynamo graph as it is; its ``reason`` says why.
+
+Repeated layers. A Dynamo node is traced with ``make_fx(pre_dispatch=True)`` once per *structure* (target, shapes as
+expressions, strides, dtypes, constants, autocast state) and the traced template is instantiated for every other
+node of that structure: layers 2..n of a model cost a dictionary lookup a node. Measured on a 2-core CPU: a trace is
+2-3 ms, so a 32-layer model costs its one layer.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from .reasons import Reason
+from .source_lines import user_line
+from .torch_api import (
+    FakeTensor,
+    FakeTensorMode,
+    HigherOrderOperator,
+    OpOverload,
+    enable_python_dispatcher,
+    enter_autocast,
+    exit_autocast,
+    log_api_usage,
+    make_fx,
+    map_aggregate,
+    set_grad_enabled,
+)
+
+aten = torch.ops.aten
+
+#: Higher-order ops that only wrap a body (checkpointing, regional compilation): without gradients, the body itself.
+_INLINED = {"tag_activation_checkpoint", "wrap", "invoke_subgraph", "wrap_activation_checkpoint"}
+
+
+class NormaliseError(Exception):
+    """The graph cannot be normalised; ``reason`` says why. The Dynamo graph itself is still right."""
+
+    def __init__(self, reason: Reason) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class NormalGraph:
+    """The one IR. ``constants`` are the tensors and subgraphs behind ``get_attr`` nodes.
+
+    ``turns_grad_on`` is true if the code enables gradients itself, so that ``no_grad`` around the call proves
+    nothing. ``traced`` and ``reused`` count structures traced and nodes instantiated from a template.
+    """
+
+    graph: Graph
+    constants: dict[str, Any]
+    placeholders: tuple[Node, ...]
+    fake_mode: FakeTensorMode | None
+    turns_grad_on: bool
+    traced: int
+    reused: int
+
+
+@dataclass(frozen=True)
+class _Template:
+    """One traced structure: a small ATen graph, and the tensors it lifted as attributes."""
+
+    graph: Graph
+    constants: dict[str, Any]
+
+
+@dataclass
+class _State:
+    graph: Graph = field(default_factory=Graph)
+    constants: dict[str, Any] = field(default_factory=dict)
+    autocast: list[tuple[Any, ...]] = field(default_factory=list)
+    templates: dict[Any, _Template] = field(default_factory=dict)
+    turns_grad_on: bool = False
+    traced: int = 0
+    reused: int = 0
+
+
+def normalise(gm: GraphModule) -> NormalGraph:
+    """Normalise a Dynamo graph. Raises ``NormaliseError``; never changes ``gm``."""
+    fakes = [n.meta.get("example_value") for n in gm.graph.nodes if n.op == "placeholder"]
+    fake_mode = next((f.fake_mode for f in fakes if isinstance(f, FakeTensor)), None)
+    if fake_mode is None:
+        fake_mode = _fake_mode_of(gm)
+    worker = _Normaliser(fake_mode)
+    with ExitStack() as stack:
+        if fake_mode is not None:
+            stack.enter_context(_allow_real_constants(fake_mode))
+            stack.enter_context(fake_mode)
+        stack.enter_context(enable_python_dispatcher())
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(worker.closing_autocast())
+        outputs = worker.run_graph(gm, None)
+    return worker.finish(outputs)
+
+
+def _fake_mode_of(gm: GraphModule) -> FakeTensorMode | None:
+    """A graph without tensor inputs has its fake mode on inner values, or none at all."""
+    for node in gm.graph.nodes:
+        value = node.meta.get("example_value")
+        if isinstance(value, FakeTensor):
+            return value.fake_mode
+    return None
+
+
+@contextmanager
+def _allow_real_constants(mode: FakeTensorMode) -> Iterator[None]:
+    """Real constants occur inside fake graphs (``torch.tensor([])`` in a fresh Hugging Face ``DynamicCache``)."""
+    before = mode.allow_non_fake_inputs
+    mode.allow_non_fake_inputs = True
+    try:
+        yield
+    finally:
+        mode.allow_non_fake_inputs = before
+
+
+class _Normaliser:
+    """Walks Dynamo nodes in order and emits ATen nodes. ``env`` maps a Dynamo node to a tree of emitted nodes."""
+
+    def __init__(self, fake_mode: FakeTensorMode | None) -> None:
+        self.fake_mode = fake_mode
+        self.s = _State()
+        self.placeholders: list[Node] = []
+
+    # -- walking -------------------------------------------------------------------------------------------------
+
+    def run_graph(self, gm: GraphModule, args: list[Any] | None) -> Any:
+        """Emit the nodes of ``gm``; ``args`` bind its placeholders (``None``: they become placeholders of ours)."""
+        env: dict[Node, Any] = {}
+        bound = iter(args or ())
+        for node, members in _units(gm.graph):
+            if node.op == "placeholder":
+                env[node] = self.placeholder(node) if args is None else next(bound)
+            elif node.op == "get_attr":
+                env[node] = self.attribute(gm, node)
+            elif node.op == "output":
+                return map_aggregate(node.args[0], lambda a: env[a] if isinstance(a, Node) else a)
+            elif len(members) > 1:
+                self.region(gm, members, env)
+            else:
+                env[node] = self.call(gm, node, env)
+        return ()
+
+    def placeholder(self, node: Node) -> Node:
+        new = self.s.graph.placeholder(node.name)
+        new.meta.update(val=node.meta.get("example_value"), where=user_line(node.meta.get("stack_trace")))
+        source = getattr(node, "_dynamo_source", None)
+        name = getattr(source, "name", "") if source is not None else ""
+        new.meta["source"] = name() if callable(name) else str(name)
+        tensor_dict = node.meta.get("tensor_dict") or {}
+        new.meta["static"] = tensor_dict.get("_dynamo_static_input_type")
+        self.placeholders.append(new)
+        return new
+
+    def attribute(self, gm: GraphModule, node: Node) -> Node:
+        value: Any = gm
+        for part in str(node.target).split("."):
+            value = getattr(value, part)
+        return self.constant(value, str(node.target))
+
+    def constant(self, value: Any, hint: str) -> Node:
+        """A ``get_attr`` node for a tensor or a subgraph; one object, one node."""
+        for name, known in self.s.constants.items():
+            if known is value:
+                return next(n for n in self.s.graph.nodes if n.op == "get_attr" and n.target == name)
+        name = f"const_{len(self.s.constants)}_{hint.replace('.', '_')}"
+        self.s.constants[name] = value
+        new = self.s.graph.create_node("get_attr", name, (), {}, name=name)
+        new.meta.update(val=value, where="")
+        return new
+
+    def call(self, gm: GraphModule, node: Node, env: dict[Node, Any]) -> Any:
+        target = node.target
+        if target is enter_autocast:
+            return self.enter_autocast(node)
+        if target is exit_autocast:
+            return self.exit_autocast()
+        if target is set_grad_enabled:
+            self.s.turns_grad_on |= bool(node.args[0])
+            return None
+        args = map_aggregate(node.args, lambda a: env[a] if isinstance(a, Node) else a)
+        kwargs = map_aggregate(node.kwargs, lambda a: env[a] if isinstance(a, Node) else a)
+        if target is operator.getitem and isinstance(args[0], (tuple, list, dict)):
+            return args[0][args[1]]
+        if isinstance(target, HigherOrderOperator):
+            return self.higher_order(gm, node, args, kwargs)
+        if node.op == "call_module":
+            return self.opaque(node, self.constant(gm.get_submodule(str(target)), str(target)), args, kwargs)
+        try:
+            return self.traced(_callable(node), node, args, kwargs)
+        except NormaliseError:
+            raise
+        except Exception as error:  # the node stays as Dynamo recorded it, and says so
+            return self.opaque(node, None, args, kwargs, error)
+
+    # -- regions and modes ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def closing_autocast(self) -> Iterator[None]:
+        """Autocast regions entered while walking are left again, also after an exception."""
+        self._contexts: list[Any] = []
+        try:
+            yield
+        finally:
+            while self._contexts:
+                exit_autocast(self._contexts.pop())
+
+    def enter_autocast(self, node: Node) -> None:
+        self._contexts.append(enter_autocast(*node.args, **node.kwargs))
+        self.s.autocast.append(tuple(node.args))
+
+    def exit_autocast(self) -> None:
+        exit_autocast(self._contexts.pop())
+        self.s.autocast.pop()
+
+    def higher_order(self, gm: GraphModule, node: Node, args: Any, kwargs: Any) -> Any:
+        if node.target.name() in _INLINED:
+            bodies = [a for a in args if isinstance(a, Node) and isinstance(a.meta["val"], GraphModule)]
+            if len(bodies) == 1:
+                rest = list(args[list(args).index(bodies[0]) + 1 :])
+                rest = [a for a in rest if not isinstance(a, str)]
+                return self.run_graph(bodies[0].meta["val"], rest)
+        new = self.s.graph.create_node("call_function", node.target, args, kwargs, name=node.name)
+        self.annotate(new, node, node.meta.get("example_value"))
+        return self.unpack(new, new.meta["val"])
+
+    def region(self, gm: GraphModule, members: list[Node], env: dict[Node, Any]) -> None:
+        """Trace several Dynamo nodes as one: a ``vmap`` region has no meaning node by node."""
+        inside = set(members)
+        outside = [a for n in members for a in n.all_input_nodes if a not in inside]
+        outside = list(dict.fromkeys(outside))
+        results = [n for n in members if any(u not in inside for u in n.users)]
+
+        def body(*values: Any) -> tuple[Any, ...]:
+            local = dict(zip(outside, values, strict=True))
+            for n in members:
+                a = map_aggregate(n.args, lambda x: local[x] if isinstance(x, Node) else x)
+                k = map_aggregate(n.kwargs, lambda x: local[x] if isinstance(x, Node) else x)
+                local[n] = _callable(n)(*a, **k)
+            return tuple(local[n] for n in results)
+
+        try:
+            values = self.traced(body, members[-1], tuple(env[n] for n in outside), {}, memo=False)
+        except NormaliseError:
+            raise
+        except Exception as error:
+            text = f"a functional transform could not be traced: {type(error).__name__}: {error}"
+            raise NormaliseError(
+                Reason("normalise-failed", text, user_line(members[0].meta.get("stack_trace")))
+            ) from error
+        for n in members:
+            env[n] = None
+        env.update(zip(results, values, strict=True))
+
+    # -- one node ------------------------------------------------------------------------------------------------
+
+    def traced(self, function: Callable[..., Any], node: Node, args: Any, kwargs: Any, memo: bool = True) -> Any:
+        leaves, spec_key = _leaves((args, kwargs))
+        if not leaves:
+            return self.without_tensors(function, node, args, kwargs)
+        key = (function, spec_key, tuple(_leaf_key(n) for n in leaves), _mode_key()) if memo else None
+        try:
+            template = self.s.templates.get(key) if key is not None else None
+        except TypeError:  # an unhashable constant: trace it on its own
+            key, template = None, None
+        if template is None:
+            template = self.trace(function, leaves, args, kwargs)
+            self.s.traced += 1
+            if key is not None:
+                self.s.templates[key] = template
+        else:
+            self.s.reused += 1
+        return self.instantiate(template, leaves, node)
+
+    def without_tensors(self, function: Callable[..., Any], node: Node, args: Any, kwargs: Any) -> Any:
+        """A call with constants only: a factory (traced) or plain Python (computed now)."""
+        if node.op == "call_function" and node.target in (log_api_usage,):
+            return None
+        template = self.trace(function, [], args, kwargs)
+        return self.instantiate(template, [], node)
+
+    def trace(self, function: Callable[..., Any], leaves: list[Node], args: Any, kwargs: Any) -> _Template:
+        position = {n: i for i, n in enumerate(leaves)}
+
+        def body(*values: Any) -> Any:
+            a, k = map_aggregate((args, kwargs), lambda x: values[position[x]] if isinstance(x, Node) else x)
+            return function(*a, **k)
+
+        fakes = self.distinct([n.meta["val"] for n in leaves])
+        gm = make_fx(body, tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True)(*fakes)
+        for n in gm.graph.nodes:
+            if (
+                isinstance(n.target, OpOverload)
+                and torch.Tag.inplace_view in n.target.tags
+                and n.target is not aten.detach_.default
+            ):
+                text = f"{n.target} changes the shape or strides of a tensor in place"
+                raise NormaliseError(Reason("metadata-mutation", text))
+        constants = {str(n.target): getattr(gm, str(n.target)) for n in gm.graph.nodes if n.op == "get_attr"}
+        _note_aliases(gm.graph)
+        return _Template(gm.graph, constants)
+
+    def distinct(self, values: list[Any]) -> list[Any]:
+        """make_fx finds an argument by object identity, so two nodes must not share one fake tensor."""
+        seen: set[int] = set()
+        out = []
+        for v in values:
+            if isinstance(v, torch.Tensor) and id(v) in seen:
+                v = torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
+            seen.add(id(v))
+            out.append(v)
+        return out
+
+    def instantiate(self, template: _Template, leaves: list[Node], node: Node) -> Any:
+        env: dict[Node, Any] = {}
+        inputs = iter(leaves)
+        for old in template.graph.nodes:
+            if old.op == "placeholder":
+                env[old] = next(inputs)
+            elif old.op == "get_attr":
+                env[old] = self.constant(template.constants[str(old.target)], str(old.target))
+            elif old.op == "output":
+                return map_aggregate(old.args[0], lambda a: env[a] if isinstance(a, Node) else a)
+            elif old.target is operator.getitem and isinstance(env[old.args[0]], (tuple, list)):
+                env[old] = env[old.args[0]][old.args[1]]
+            elif old.target in (aten.lift_fresh_copy.default, aten.detach_.default):
+                # A literal tensor: the constant itself (its users are checked for mutation when the plan is made).
+                env[old] = self.fresh_constant(old, env, node)
+            else:
+                new = self.s.graph.node_copy(old, lambda a: env[a])
+                self.annotate(new, node, old.meta.get("val"))
+                new.meta["aliases"] = tuple(env[a] for a in old.meta["aliases"] if isinstance(env[a], Node))
+                env[old] = self.unpack(new, new.meta["val"])
+        return None
+
+    def fresh_constant(self, old: Node, env: dict[Node, Any], node: Node) -> Node:
+        source = env[old.args[0]]
+        if old.target is aten.detach_.default:
+            return source
+        new = self.s.graph.call_function(aten.clone.default, (source,))
+        self.annotate(new, node, old.meta.get("val"))
+        new.meta["aliases"] = ()
+        return new
+
+    def opaque(self, node: Node, module: Node | None, args: Any, kwargs: Any, error: Exception | None = None) -> Any:
+        if module is not None:
+            target: Any = _call_module
+            args = (module, *args)
+        else:
+            target = node.target if node.op == "call_function" else _Method(str(node.target))
+        new = self.s.graph.create_node("call_function", target, tuple(args), dict(kwargs), name=node.name)
+        self.annotate(new, node, node.meta.get("example_value"))
+        new.meta["opaque"] = f"{type(error).__name__}: {error}" if error is not None else "a module call"
+        return self.unpack(new, new.meta["val"])
+
+    def annotate(self, new: Node, node: Node, value: Any) -> None:
+        new.meta["val"] = value
+        new.meta["where"] = user_line(node.meta.get("stack_trace"))
+        new.meta["stack_trace"] = node.meta.get("stack_trace")
+        new.meta["autocast"] = tuple(self.s.autocast)
+        new.meta["origin"] = node.target  # what the user called, for break registrations
+        new.meta.setdefault("aliases", ())
+
+    def unpack(self, new: Node, value: Any) -> Any:
+        """A tuple result becomes a tuple of ``getitem`` nodes, so that later indexing is by structure."""
+        if not isinstance(value, (tuple, list)) or isinstance(value, torch.Size):
+            return new
+        items = []
+        for i, v in enumerate(value):
+            item = self.s.graph.call_function(operator.getitem, (new, i))
+            item.meta.update(new.meta, val=v, aliases=(new,))
+            items.append(self.unpack(item, v))
+        return type(value)(items) if type(value) in (tuple, list) else tuple(items)
+
+    def finish(self, outputs: Any) -> NormalGraph:
+        self.s.graph.output(outputs)
+        _drop_dead(self.s.graph)
+        return NormalGraph(
+            self.s.graph,
+            self.s.constants,
+            tuple(self.placeholders),
+            self.fake_mode,
+            self.s.turns_grad_on,
+            self.s.traced,
+            self.s.reused,
+        )
+
+
+class _Method:
+    """A callable for ``tensor.name(...)`` that prints as such."""
+
+    def __init__(self, name: str) -> None:
+        self.name = self.__name__ = name
+
+    def __call__(self, this: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(this, self.name)(*args, **kwargs)
+
+
+def _call_module(module: Any, *args: Any, **kwargs: Any) -> Any:
+    return module(*args, **kwargs)
+
+
+_METHODS: dict[str, _Method] = {}
+
+
+def _callable(node: Node) -> Callable[..., Any]:
+    if node.op == "call_method":
+        return _METHODS.setdefault(str(node.target), _Method(str(node.target)))
+    return node.target  # type: ignore[return-value]
+
+
+def _units(graph: Graph) -> Iterator[tuple[Node, list[Node]]]:
+    """Nodes one by one, except that a functional-transform region comes as one group."""
+    group: list[Node] = []
+    depth = 0
+    for node in graph.nodes:
+        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        opens = name.endswith("_increment_nesting")
+        closes = name.endswith("_decrement_nesting")
+        depth += opens
+        if depth:
+            group.append(node)
+            depth -= closes
+            if not depth:
+                yield group[-1], group
+                group = []
+        else:
+            yield node, [node]
+
+
+def _leaves(tree: Any) -> tuple[list[Node], Any]:
+    """Distinct nodes of an argument tree, and a hashable key of everything else."""
+    position: dict[Node, int] = {}
+    return_key = _tree_key(tree, position)
+    return list(position), return_key
+
+
+def _tree_key(tree: Any, position: dict[Node, int]) -> Any:
+    if isinstance(tree, Node):
+        return ("node", position.setdefault(tree, len(position)))
+    if isinstance(tree, (tuple, list)):
+        return (type(tree).__name__, *(_tree_key(t, position) for t in tree))
+    if isinstance(tree, dict):
+        return ("dict", *((k, _tree_key(v, position)) for k, v in tree.items()))
+    if isinstance(tree, slice):
+        return ("slice", *(_tree_key(t, position) for t in (tree.start, tree.stop, tree.step)))
+    if isinstance(tree, float):
+        return ("float", repr(tree))  # -0.0 == 0.0, and nan != nan
+    return (type(tree), tree)  # True == 1 == 1.0
+
+
+def _leaf_key(node: Node) -> Any:
+    value = node.meta["val"]
+    if isinstance(value, FakeTensor) or type(value) in (torch.Tensor, torch.nn.Parameter):
+        sizes = tuple(_expr(s) for s in value.shape)
+        strides = tuple(_expr(s) for s in value.stride()) if value.layout is torch.strided else ()
+        bits = (value.is_conj(), value.is_neg(), value.requires_grad, type(value).__name__)
+        return (sizes, strides, value.dtype, value.device, value.layout, bits)
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return (type(value).__name__, value.node.expr)
+    if isinstance(value, torch.Tensor):
+        return id(node)  # a subclass: never shared
+    return (type(value), value)
+
+
+def _expr(size: Any) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def _mode_key() -> Any:
+    kinds = ("cpu", "cuda")
+    states = tuple((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
+    return states, torch.get_default_dtype()
+
+
+def _note_aliases(graph: Graph) -> None:
+    """``meta["aliases"]``: the inputs whose storage a result shares, seen on the fake tensors of this trace.
+
+    Schemas alone do not tell: ``aten::dropout`` at inference, ``type_as`` or ``atleast_1d`` return their input.
+    """
+    for node in graph.nodes:
+        mine = _storages(node.meta.get("val"))
+        node.meta["aliases"] = tuple(a for a in node.all_input_nodes if mine & _storages(a.meta.get("val")))
+
+
+def _storages(value: Any) -> set[int]:
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        return {value.untyped_storage()._cdata}
+    if isinstance(value, (tuple, list)):
+        return set().union(*(_storages(v) for v in value)) if value else set()
+    return set()
+
+
+def _drop_dead(graph: Graph) -> None:
+    """Remove unused nodes without effects (fx keeps what it cannot judge; ops with random state stay too)."""
+    for node in reversed(list(graph.nodes)):
+        if node.op in ("placeholder", "output") or node.users or node.meta.get("opaque"):
+            continue
+        target = node.target
+        if node.op == "get_attr" or target is operator.getitem or not isinstance(target, OpOverload):
+            pure = node.op == "get_attr" or not isinstance(target, HigherOrderOperator)
+        else:
+            pure = not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
+            pure = pure and target.namespace in ("aten", "prims") and bool(target._schema.returns)
+        if pure:
+            graph.erase_node(node)

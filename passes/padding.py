@@ -1,0 +1,338 @@
+"""The padding proof: which nodes of an ATen graph give the same real rows at a bucket's size as at the real size.
+
+``analyse`` interprets the graph once over ``layout.Layout``. A node is safe for a symbol if its rule finds where the
+padding of its arguments ends up in its result; what a rule cannot place is refused with a ``Reason``. A refused node,
+like one that runs eagerly anyway, works on real rows and its result is padded again from outside, so its consumers
+start from the natural layout: one refusal never poisons more than its own node.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import sympy
+import torch
+from torch._ops import OpOverload
+from torch.fx import Graph, Node
+
+from .layout import INDEPENDENT, Layout, expr_of, mentions, natural, natural_of, shape_of
+from .padding_rules_base import UNBOUNDED, Call, Entry, Operand, RefusedError, check_exact
+from .padding_rules_table import KNOWN, MAY_ALIAS, SIZE_READS, base_name, find_entry, is_known
+from .reasons import Reason
+
+__all__ = ["KNOWN", "Layout", "PaddingResult", "analyse", "is_known", "natural"]
+
+#: The layouts of one tensor: one per symbol; ``None`` where the tensor cannot be padded for that symbol.
+PerSymbol = tuple["Layout | None", ...]
+
+
+@dataclass(frozen=True)
+class PaddingResult:
+    """What ``analyse`` found.
+
+    ``reasons``: the nodes that are not padding-safe for some symbol. ``layouts``: per node, per output tensor (an empty
+    mapping where an output is not a tensor), the layout for every symbol; a symbol is missing if the tensor cannot be
+    padded for it (``natural`` is ``None``). ``obligations``: conditions on sizes that must hold with every symbol at
+    its *bucket*, else the captured node would read out of bounds (``s <= rows`` of a sliced or indexed table).
+    """
+
+    reasons: dict[Node, Reason]
+    layouts: dict[Node, tuple[dict[sympy.Symbol, Layout], ...]]
+    obligations: dict[Node, tuple[sympy.Basic, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class _Tensor:
+    """One tensor value during the analysis. ``token`` is what a rule's verdict can depend on."""
+
+    shape: tuple[sympy.Expr, ...]
+    dtype: torch.dtype
+    layouts: PerSymbol
+    token: tuple[object, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "token", (self.shape, self.dtype, self.layouts))
+
+    def __hash__(self) -> int:
+        return hash(self.token)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Tensor) and self.token == other.token
+
+
+_Outputs = tuple["_Tensor | None", ...]
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """The memoised outcome of one operation for all symbols."""
+
+    reason: Reason | None
+    layouts: tuple[PerSymbol, ...]
+    obligations: tuple[sympy.Basic, ...] = ()
+    float_bound: bool = False
+
+
+def analyse(
+    graph: Graph, symbols: Sequence[sympy.Symbol], *, eager: Mapping[Node, object], mutated: Collection[Node]
+) -> PaddingResult:
+    """Find the padding-safe nodes of a pre-dispatch ATen graph whose ``symbols`` are bucketed.
+
+    ``eager``: nodes that run on real rows whatever is found here. ``mutated``: tensor values whose memory, or an alias
+    of it, is written by some operation of the graph; their content is never taken for constant.
+    """
+    return _Interpreter(tuple(symbols), eager, frozenset(mutated)).run(graph)
+
+
+class _Interpreter:
+    """One forward pass over a graph. All state is per call; verdicts are shared between structurally equal nodes."""
+
+    def __init__(self, symbols: tuple[sympy.Symbol, ...], eager: Mapping[Node, object], mutated: frozenset[Node]):
+        self.symbols = symbols
+        self.eager = eager
+        self.mutated = mutated
+        self.values: dict[Node, _Outputs] = {}
+        self.sizes: dict[Node, sympy.Expr] = {}
+        self.windows: set[Node] = set()
+        self.memo: dict[object, _Verdict] = {}
+        self.result = PaddingResult({}, {}, {})
+        self.float_bound = False
+
+    def run(self, graph: Graph) -> PaddingResult:
+        for node in graph.nodes:
+            if node.op == "output":
+                self.result.layouts[node] = ()
+                continue
+            outputs = self.visit(node)
+            self.values[node] = outputs
+            self.result.layouts[node] = tuple(self.by_symbol(out) for out in outputs)
+        return self.result
+
+    def by_symbol(self, tensor: _Tensor | None) -> dict[sympy.Symbol, Layout]:
+        if tensor is None:
+            return {}
+        return {s: layout for s, layout in zip(self.symbols, tensor.layouts, strict=True) if layout is not None}
+
+    def visit(self, node: Node) -> _Outputs:
+        """The values of a node, with its reason recorded if it is refused."""
+        val = node.meta.get("val")
+        if node.op == "get_attr" and val is None:
+            val = getattr(node.graph.owning_module, str(node.target), None)
+        if isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)):
+            self.sizes[node] = expr_of(val)
+        if node.op in ("placeholder", "get_attr"):
+            return self.natural(val)
+        if node.target is operator.getitem and isinstance(node.args[0], Node) and isinstance(node.args[1], int):
+            source = self.values[node.args[0]]
+            if node.args[0] in self.windows:
+                self.windows.add(node)
+            if isinstance(node.args[0].meta.get("val"), (tuple, list)):
+                return (source[node.args[1]],)
+        if node in self.eager:
+            self.track_window(node, ())
+            return self.natural(val)
+        return self.judge(node, val)
+
+    def natural(self, val: object) -> _Outputs:
+        """Values that are padded from outside."""
+        parts = val if isinstance(val, (tuple, list)) else (val,)
+        outputs = []
+        for part in parts:
+            if isinstance(part, torch.Tensor):
+                shape = shape_of(part)
+                outputs.append(_Tensor(shape, part.dtype, tuple(natural_of(shape, s) for s in self.symbols)))
+            else:
+                outputs.append(None)
+        return tuple(outputs) if any(outputs) or isinstance(val, (tuple, list)) else ()
+
+    def judge(self, node: Node, val: object) -> _Outputs:
+        """Apply the rule of a node, or the memoised verdict of a structurally equal one."""
+        fresh = self.natural(val)
+        args = tuple(self.argument(a) for a in node.args)
+        kwargs = tuple((name, self.argument(a)) for name, a in node.kwargs.items())
+        written = self.written(node)
+        window = any(a in self.windows for a in written)
+        mutable = node in self.mutated
+        key = (node.target, args, kwargs, fresh, mutable, window, self.float_bound)
+        verdict = self.memo.get(key)
+        if verdict is None:
+            verdict = self.memo[key] = self.verdict(node, args, dict(kwargs), fresh, mutable, window)
+        self.float_bound |= verdict.float_bound
+        if verdict.reason is not None:
+            self.result.reasons[node] = verdict.reason
+        if verdict.obligations:
+            self.result.obligations[node] = verdict.obligations
+        outputs = tuple(
+            None if out is None else _Tensor(out.shape, out.dtype, layouts)
+            for out, layouts in zip(fresh, verdict.layouts, strict=True)
+        )
+        self.track_window(node, outputs)
+        return outputs
+
+    def argument(self, arg: object) -> object:
+        """What a rule may know of an argument: its sizes and layouts, the expression of a size, or a constant."""
+        if isinstance(arg, Node):
+            if arg in self.sizes:
+                return self.sizes[arg]
+            values = self.values[arg]
+            return (values[0] if len(values) == 1 else values) if values else None
+        if isinstance(arg, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return expr_of(arg)
+        if isinstance(arg, (tuple, list)):
+            return tuple(self.argument(a) for a in arg)
+        if isinstance(arg, slice):
+            return (self.argument(arg.start), self.argument(arg.stop), self.argument(arg.step))
+        return tuple(self.argument(a) for a in arg.values()) if isinstance(arg, dict) else arg
+
+    def written(self, node: Node) -> list[Node]:
+        """The argument nodes that an operation writes to."""
+        if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
+            return []
+        named = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False)) | node.kwargs
+        names = [a.name for a in node.target._schema.arguments if a.alias_info and a.alias_info.is_write]
+        return [named[name] for name in names if isinstance(named.get(name), Node)]
+
+    def track_window(self, node: Node, outputs: _Outputs) -> None:
+        """Remember views of memory that does not carry a symbol which do carry it (``table[:s]``, and views of it).
+
+        Writing to one would change padded rows of memory that has no padding.
+        """
+        op = node.target
+        if not isinstance(op, OpOverload):
+            aliases = True
+        else:
+            aliases = any(r.alias_info for r in op._schema.returns) or base_name(op) in MAY_ALIAS
+        if not aliases:
+            return
+        tensors = [a for a in node.all_input_nodes if self.values.get(a)]
+        if any(a in self.windows for a in tensors):
+            self.windows.add(node)
+        shape = node.meta["val"].shape if isinstance(node.meta.get("val"), torch.Tensor) else ()
+        free = set().union(*(expr_of(size).free_symbols for size in shape)) & set(self.symbols)
+        if not free or not isinstance(op, OpOverload) or not tensors:
+            return
+        known = {s for t in self.values[tensors[0]] if t is not None for size in t.shape for s in size.free_symbols}
+        if not free <= known:
+            self.windows.add(node)
+
+    def verdict(self, node: Node, args: tuple, kwargs: dict, fresh: _Outputs, mutable: bool, window: bool) -> _Verdict:
+        """Judge a node for every symbol; one refusal resets its layouts for all of them."""
+        name = str(node.target) if isinstance(node.target, OpOverload) else getattr(node.target, "__name__", "call")
+        columns, obligations, float_bound = [], [], False
+        for i, symbol in enumerate(self.symbols):
+            try:
+                layouts, conditions, tainted = self.for_symbol(node, i, symbol, args, kwargs, fresh, window)
+            except RefusedError as refused:
+                text = f"{name}: {refused.text} (padded size {symbol})"
+                return _Verdict(Reason(refused.code, text), tuple(() if t is None else t.layouts for t in fresh))
+            columns.append([replace(x, uniform=False) if mutable and x.uniform else x for x in layouts])
+            obligations += conditions
+            float_bound |= tainted
+        layouts = tuple(tuple(column[k] for column in columns) for k in range(len(fresh)))
+        return _Verdict(None, layouts, tuple(dict.fromkeys(obligations)), float_bound)
+
+    def for_symbol(
+        self, node: Node, i: int, symbol: sympy.Symbol, args: tuple, kwargs: dict, fresh: _Outputs, window: bool
+    ) -> tuple[list[Layout], list[sympy.Basic], bool]:
+        """The layouts of the outputs for one symbol, the conditions, and whether a float write lost a bound."""
+        trivial = [INDEPENDENT] * len(fresh)
+        involved = _involves((args, tuple(kwargs.values())), symbol)
+        if not involved and not any(t is not None and _involves(t, symbol) for t in fresh):
+            return trivial, [], False
+        op = node.target
+        entry = find_entry(op)
+        if not _has_tensor((args, tuple(kwargs.values()))) and not any(fresh):
+            return trivial, [], False
+        if isinstance(op, OpOverload) and base_name(op) in SIZE_READS and not any(fresh):
+            return trivial, [], False
+        if entry is None:
+            self.refuse_unknown(op)
+        call = self.bind(op, i, symbol, args, kwargs, fresh)
+        for name, value in call.args.items():
+            if name not in entry.sizes and _size_mentions(value, symbol):
+                raise RefusedError("the size itself is used as data")
+        returned = entry.rule(call)
+        layouts = [returned] if isinstance(returned, Layout) else list(returned)
+        if len(layouts) != len(fresh):
+            raise RefusedError("the result has another structure than its rule expects", "unknown-op")
+        layouts, tainted = self.finish(call, entry, layouts, window)
+        return layouts, call.obligations, tainted
+
+    @staticmethod
+    def refuse_unknown(op: object) -> None:
+        if isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags:
+            raise RefusedError("random values depend on the padded shape")
+        raise RefusedError("no padding rule is known for this operation", "unknown-op")
+
+    @staticmethod
+    def bind(op: OpOverload, i: int, symbol: sympy.Symbol, args: tuple, kwargs: dict, fresh: _Outputs) -> Call:
+        """The arguments by schema name, tensors as this symbol sees them."""
+
+        def seen(value: object) -> object:
+            if isinstance(value, _Tensor):
+                if value.layouts[i] is None:
+                    raise RefusedError(f"an argument of sizes {list(value.shape)} cannot be laid out", "derived-size")
+                return Operand(value.shape, value.dtype, value.layouts[i])
+            return tuple(seen(v) for v in value) if isinstance(value, tuple) else value
+
+        bound: dict[str, object] = {}
+        for position, arg in enumerate(op._schema.arguments):
+            given = args[position] if position < len(args) else kwargs.get(arg.name, arg.default_value)
+            bound[arg.name] = seen(tuple(given) if isinstance(given, list) else given)
+        shapes = tuple(None if t is None else t.shape for t in fresh)
+        return Call(op, symbol, bound, shapes, tuple(None if t is None else t.dtype for t in fresh))
+
+    def finish(self, call: Call, entry: Entry, layouts: list[Layout], window: bool) -> tuple[list[Layout], bool]:
+        """Check the outputs, keep unknown bounds, and hold a written argument to its own layout."""
+        operands = call.tensors()
+        bounded = any(o.layout.bound is not None for o in operands)
+        recast = self.float_bound and any(o.carries and o.dtype.is_floating_point for o in operands)
+        for k, layout in enumerate(layouts):
+            if call.outs[k] is None:
+                continue
+            whole = call.dtypes[k] is not None and not call.dtypes[k].is_floating_point
+            if layout.axes and layout.bound is None and (bounded or (recast and whole)):
+                layouts[k] = replace(layout, bound=UNBOUNDED)
+            check_exact(call, k, layouts[k])
+        if not call.op._schema.is_mutable:
+            return layouts, False
+        target = next(iter(call.args.values()))
+        if not isinstance(target, Operand) or len(layouts) != 1:
+            raise RefusedError("writes something else than its first argument", "unknown-op")
+        return self.write(target, layouts[0], window)
+
+    @staticmethod
+    def write(target: Operand, value: Layout, window: bool) -> tuple[list[Layout], bool]:
+        """The memory keeps its layout: the value must fit it, and must not smuggle in indices that count on."""
+        if window:
+            raise RefusedError("padded rows change memory that has no padding")
+        if value.axes != target.layout.axes and not value.uniform:
+            raise RefusedError("the written rows are padded differently than the memory they go to")
+        tainted = value.bound is not None and value.bound != target.layout.bound
+        if tainted and not target.dtype.is_floating_point:
+            raise RefusedError("indices that count on in padded rows are written to memory")
+        return [Layout(target.layout.axes, False, target.layout.bound)], tainted
+
+
+def _involves(value: object, symbol: sympy.Symbol) -> bool:
+    """Whether a size, a tensor's sizes, or anything inside a tuple mentions the symbol."""
+    if isinstance(value, tuple):
+        return any(_involves(v, symbol) for v in value)
+    if isinstance(value, _Tensor):
+        return any(symbol in size.free_symbols for size in value.shape)
+    return mentions(value, symbol)
+
+
+def _size_mentions(value: object, symbol: sympy.Symbol) -> bool:
+    """Whether a size argument (not a tensor) mentions the symbol."""
+    if isinstance(value, tuple):
+        return any(_size_mentions(v, symbol) for v in value)
+    return not isinstance(value, Operand) and mentions(value, symbol)
+
+
+def _has_tensor(value: object) -> bool:
+    if isinstance(value, tuple):
+        return any(_has_tensor(v) for v in value)
+    return isinstance(value, _Tensor)

@@ -1,0 +1,215 @@
+"""What the padding rules share: the operands as a rule sees them, the registry, and the broadcast rule.
+
+A rule reads arguments by schema name only. It returns the layout of every output for one symbol, or raises
+``RefusedError``. A size argument that mentions the symbol is refused before the rule runs unless the rule declared it
+in ``sizes``: then the rule (or the exactness check of every output) answers for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import sympy
+import torch
+from torch._ops import OpOverload
+
+from .layout import Axis, Layout, mentions, same
+
+UNBOUNDED = sympy.oo
+
+
+class RefusedError(Exception):
+    """Why a node is not padding-safe: a reason code and a sentence without the op's name."""
+
+    def __init__(self, text: str, code: str = "padding") -> None:
+        super().__init__(text)
+        self.code = code
+        self.text = text
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor argument as one symbol sees it."""
+
+    shape: tuple[sympy.Expr, ...]
+    dtype: torch.dtype
+    layout: Layout
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def axis(self, dim: int) -> Axis | None:
+        """The axis of ``dim`` (already non-negative)."""
+        return self.layout.get(dim)
+
+    @property
+    def carries(self) -> bool:
+        return bool(self.layout.axes)
+
+    @property
+    def constant(self) -> bool:
+        """Whether all entries are one value: a constant fill, or a single element that does not carry."""
+        return self.layout.uniform or (not self.carries and all(size == 1 for size in self.shape))
+
+
+@dataclass
+class Call:
+    """One operation for one symbol. ``args`` holds ``Operand``, sympy expressions for sizes, or plain constants."""
+
+    op: OpOverload
+    symbol: sympy.Symbol
+    args: dict[str, object]
+    outs: tuple[tuple[sympy.Expr, ...] | None, ...]
+    dtypes: tuple[torch.dtype | None, ...]
+    obligations: list[sympy.Basic] = field(default_factory=list)
+
+    def get(self, name: str, default: object = None) -> object:
+        """An argument by schema name; ``default`` if the schema has none of that name."""
+        return self.args.get(name, default)
+
+    def tensor(self, name: str) -> Operand:
+        """A tensor argument that must be given."""
+        value = self.args.get(name)
+        if not isinstance(value, Operand):
+            raise RefusedError(f"argument {name!r} is not a tensor", "unknown-op")
+        return value
+
+    def first(self, *names: str) -> Operand:
+        """The tensor argument under the first of the names that the schema has."""
+        return self.tensor(next((name for name in names if name in self.args), names[0]))
+
+    def tensors(self, *skip: str) -> list[Operand]:
+        """Every tensor argument, those inside lists too, in schema order."""
+        found: list[Operand] = []
+        for name, value in self.args.items():
+            if name not in skip:
+                found += [v for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, Operand)]
+        return found
+
+    def dim(self, ndim: int, name: str = "dim") -> int:
+        """A dimension argument as a non-negative int."""
+        value = self.args[name]
+        if isinstance(value, sympy.Integer):
+            value = int(value)
+        if not isinstance(value, int):
+            raise RefusedError(f"{name} is not a constant")
+        return value % max(ndim, 1)
+
+    def dims(self, ndim: int, *names: str) -> list[int]:
+        """A list-of-dimensions argument under the first name that the schema has; all dimensions if none or empty."""
+        value = next((self.args[name] for name in names if name in self.args), None)
+        if value is None or value == ():
+            return list(range(ndim))
+        return sorted({int(d) % max(ndim, 1) for d in (value if isinstance(value, tuple) else (value,))})
+
+    @property
+    def out(self) -> tuple[sympy.Expr, ...]:
+        """The sizes of the first output."""
+        if not self.outs or self.outs[0] is None:
+            raise RefusedError("the result is not a tensor", "unknown-op")
+        return self.outs[0]
+
+    def carried(self, size: object) -> bool:
+        return mentions(size, self.symbol)
+
+    def oblige(self, condition: sympy.Basic) -> None:
+        """Record a condition on sizes that must hold with every symbol at its bucket; a false one is refused."""
+        if condition == sympy.false:
+            raise RefusedError("a padded row would be read out of bounds")
+        if condition != sympy.true:
+            self.obligations.append(condition)
+
+    def in_range(self, index: Operand, rows: sympy.Expr) -> None:
+        """Padded entries of an index must stay inside ``rows`` rows."""
+        bound = index.layout.bound
+        if bound is None:
+            return
+        if bound == UNBOUNDED:
+            raise RefusedError("indices count on in padded rows and could leave the table")
+        self.oblige(sympy.Le(bound, rows))
+
+
+Rule = Callable[[Call], "Layout | Sequence[Layout]"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A rule, and the schema names of the size arguments that it accounts for."""
+
+    rule: Rule
+    sizes: frozenset[str]
+
+
+#: Rules by packet name (``aten.<name>``), or by ``name.overload`` where overloads differ in kind.
+RULES: dict[str, Entry] = {}
+
+
+def rule(*names: str, sizes: Iterable[str] = ()) -> Callable[[Rule], Rule]:
+    """Register a rule under ATen names; an in-place operation uses the rule of its functional form."""
+
+    def register(function: Rule) -> Rule:
+        for name in names:
+            if name in RULES:
+                raise ValueError(f"two padding rules for {name}")
+            RULES[name] = Entry(function, frozenset(sizes))
+        return function
+
+    return register
+
+
+def broadcast(call: Call, operands: Iterable[Operand], ndim: int) -> dict[int, Axis]:
+    """The axes of operands broadcast to ``ndim`` dimensions; operands that carry differently are refused.
+
+    A constant fill fits any layout, so it only decides where no other operand carries the dimension.
+    """
+    hard: dict[int, Axis] = {}
+    soft: dict[int, Axis] = {}
+    for operand in operands:
+        offset = ndim - operand.ndim
+        for d, axis in operand.layout.axes:
+            if operand.layout.uniform:
+                soft.setdefault(d + offset, axis)
+            elif hard.setdefault(d + offset, axis) != axis:
+                raise RefusedError(f"operands hold the padding of {call.symbol} differently in dim {d + offset}")
+    return {**soft, **hard}
+
+
+def drop(layout: Layout, dims: Iterable[int], keep: bool = False) -> Layout:
+    """The layout without some dimensions (which must not carry); ``keep`` leaves them as size 1."""
+    gone = set(dims)
+    if keep:
+        return layout.moved({d: d for d in layout.dims if d not in gone})
+    return layout.moved({d: d - sum(g < d for g in gone) for d in layout.dims if d not in gone})
+
+
+def forbid(operand: Operand, dims: Iterable[int], what: str) -> None:
+    """Refuse if one of the dimensions carries the symbol."""
+    bad = [d for d in dims if operand.axis(d) is not None]
+    if bad:
+        raise RefusedError(f"{what} padded dim {', '.join(map(str, bad))}")
+
+
+def content(layout: Layout) -> Layout:
+    """A layout whose content was computed anew: no claim about the values is kept."""
+    return Layout(layout.axes)
+
+
+def for_outputs(call: Call, layout: Layout) -> list[Layout]:
+    """The same layout for every output."""
+    return [layout] * len(call.outs)
+
+
+def check_exact(call: Call, index: int, layout: Layout) -> None:
+    """Every size of an output that mentions the symbol has an axis of exactly that size, and no other has one."""
+    shape = call.outs[index]
+    for d, size in enumerate(shape or ()):
+        axis = layout.get(d)
+        if axis is None:
+            if call.carried(size):
+                raise RefusedError(f"output dim {d} of size {size} is not accounted for")
+        elif call.carried(axis.outer) or call.carried(axis.inner) or not same(size, axis.size(call.symbol)):
+            raise RefusedError(f"output dim {d} of size {size} is not a multiple of the padded size", "derived-size")
+    if any(d < 0 or d >= len(shape or ()) for d in layout.dims):
+        raise RefusedError("the result has fewer dimensions than its layout")

@@ -1,0 +1,152 @@
+"""Padding rules of operations that read or write through index tensors.
+
+Values of an index in padded rows come from row 0 of the inputs (a padded row is a copy of it), so they are in range
+wherever row 0 is. ``Layout.bound`` marks the exceptions, and ``Call.in_range`` asks for the table to be long enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import sympy
+import torch
+
+from .layout import Axis, Layout
+from .padding_rules_base import Call, Operand, RefusedError, broadcast, forbid, rule
+
+WRITTEN = "padded rows are written through an index"
+
+
+@rule("embedding")
+def embedding(call: Call) -> Layout:
+    """Rows of a table; the table's row dimension must not carry."""
+    weight, indices = call.tensor("weight"), call.tensor("indices")
+    forbid(weight, [0], "looks up rows of")
+    call.in_range(indices, weight.shape[0])
+    axes = dict(indices.layout.axes)
+    if weight.axis(1) is not None:
+        axes[indices.ndim] = weight.axis(1)
+    return Layout.of(axes)
+
+
+@rule("index_select")
+def index_select(call: Call) -> Layout:
+    x, index = call.tensor("self"), call.tensor("index")
+    dim = call.dim(x.ndim)
+    forbid(x, [dim], "looks up rows of")
+    call.in_range(index, x.shape[dim])
+    axes = dict(x.layout.axes)
+    if index.axis(0) is not None:
+        axes[dim] = index.axis(0)
+    return Layout.of(axes)
+
+
+def _aligned(call: Call, x: Operand, index: Operand, dim: int) -> None:
+    """``x`` and ``index`` carry alike in every dimension but ``dim``, where neither does."""
+    forbid(x, [dim], "indexes into")
+    for d in set(x.layout.dims) | set(index.layout.dims):
+        if d != dim and x.axis(d) != index.axis(d) and not index.layout.uniform:
+            raise RefusedError(f"the index is padded differently than the tensor in dim {d}")
+    if index.layout.uniform and {*index.layout.dims} - {dim} != {*x.layout.dims}:
+        raise RefusedError("the index is padded in other dims than the tensor")
+
+
+@rule("gather", "take_along_dim")
+def gather(call: Call) -> Layout:
+    """One entry per entry of the index, from the same position in the other dimensions."""
+    x, index = call.tensor("self"), call.first("index", "indices")
+    dim = call.dim(x.ndim)
+    _aligned(call, x, index, dim)
+    call.in_range(index, x.shape[dim] if x.shape else sympy.Integer(1))
+    axes = dict(x.layout.axes)
+    if index.ndim and index.axis(dim) is not None:
+        axes[dim] = index.axis(dim)
+    return Layout.of(axes)
+
+
+def _indexed(call: Call, x: Operand) -> tuple[list[int], list[Operand], dict[int, Axis], int]:
+    """Which dims are indexed, by what, and the axes and first dim of ``x[indices]``."""
+    given = [(d, i) for d, i in enumerate(call.args["indices"]) if i is not None]
+    dims, indices = [d for d, _ in given], [i for _, i in given]
+    if any(i.dtype in (torch.bool, torch.uint8) for i in indices):
+        raise RefusedError("a boolean mask makes the size depend on values")
+    forbid(x, dims, "looks up rows of")
+    for d, index in given:
+        call.in_range(index, x.shape[d])
+    together = max(i.ndim for i in indices)
+    adjacent = dims == list(range(dims[0], dims[-1] + 1))
+    first = dims[0] if adjacent else 0
+    axes = {first + d: axis for d, axis in broadcast(call, indices, together).items()}
+    rest = [d for d in range(x.ndim) if d not in dims]
+    for position, d in enumerate(rest):
+        if x.axis(d) is not None:
+            axes[position + (together if position >= first else 0)] = x.axis(d)
+    return dims, indices, axes, first
+
+
+@rule("index", "_unsafe_index")
+def index(call: Call) -> Layout:
+    """Advanced indexing by integer tensors; the result's dims follow NumPy's rule for adjacent indices."""
+    return Layout.of(_indexed(call, call.tensor("self"))[2])
+
+
+@rule("one_hot")
+def one_hot(call: Call) -> Layout:
+    """A new last dimension of a known number of classes (``-1`` would look for the largest value)."""
+    x = call.tensor("self")
+    classes = call.args["num_classes"]
+    if classes == -1:
+        raise RefusedError("the number of classes depends on padded values")
+    call.in_range(x, sympy.sympify(classes))
+    return Layout(x.layout.axes, bound=None if x.layout.bound is None else sympy.Integer(2))
+
+
+def _row_local(call: Call, x: Operand, index: Operand, source: Operand | None, dim: int) -> Layout:
+    """Writes that stay within each padded row: nothing carries in ``dim``, everything is aligned elsewhere."""
+    for d in set(index.layout.dims) | set(source.layout.dims if source is not None else ()):
+        if d == dim or x.axis(d) is None:
+            raise RefusedError(WRITTEN)
+    _aligned(call, x, index, dim)
+    if source is not None and not source.layout.uniform and source.layout.axes != x.layout.axes:
+        raise RefusedError("the source is padded differently than the tensor")
+    call.in_range(index, x.shape[dim] if x.shape else sympy.Integer(1))
+    return Layout(x.layout.axes)
+
+
+@rule("scatter", "scatter_add", "scatter_reduce")
+def scatter(call: Call) -> Layout:
+    """As ``gather``, written."""
+    x, position = call.tensor("self"), call.tensor("index")
+    source = call.get("src")
+    return _row_local(call, x, position, source if isinstance(source, Operand) else None, call.dim(x.ndim))
+
+
+@rule("index_copy", "index_add", "index_reduce", "index_fill")
+def index_write(call: Call) -> Layout:
+    """Whole slices at indexed positions: the index must not carry, the slices carry as the tensor does."""
+    x, position = call.tensor("self"), call.tensor("index")
+    dim = call.dim(x.ndim)
+    source = next((call.args[n] for n in ("source", "value") if isinstance(call.get(n), Operand)), None)
+    if position.carries or (source is not None and source.axis(dim) is not None):
+        raise RefusedError(WRITTEN)
+    forbid(x, [dim], "writes rows of")
+    if source is not None and source.ndim and source.layout.axes != x.layout.axes and not source.layout.uniform:
+        raise RefusedError(WRITTEN if not x.carries else "the written rows are padded differently than the memory")
+    return Layout(x.layout.axes)
+
+
+@rule("index_put", "_unsafe_index_put")
+def index_put(call: Call) -> Layout:
+    """Advanced indexing, written: the index must not carry, the values carry as the indexed tensor does."""
+    x, values = call.tensor("self"), call.tensor("values")
+    given: Sequence[Operand] = [i for i in call.args["indices"] if i is not None]
+    if any(i.carries for i in given):
+        raise RefusedError(WRITTEN)
+    _, _, axes, _ = _indexed(call, x)
+    ndim = x.ndim - len(given) + max(i.ndim for i in given)
+    written = broadcast(call, [values], ndim)
+    if not values.layout.uniform and any(axes.get(d) != axis for d, axis in written.items()):
+        raise RefusedError(WRITTEN)
+    if values.layout.uniform and set(written) - set(axes):
+        raise RefusedError(WRITTEN)
+    return Layout(x.layout.axes)

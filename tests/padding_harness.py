@@ -1,0 +1,203 @@
+"""Trace small functions symbolically and run what the padding proof calls safe, padded and unpadded, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import sympy
+import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from torch_graph_backend.passes.layout import Layout
+from torch_graph_backend.passes.padding import PaddingResult, analyse
+
+HINT = {"T": 7, "B": 5}
+REAL = {"T": 5, "B": 3}
+BUCKET = {"T": 8, "B": 4}
+FILLS = ("row0", "random", "nan")
+
+
+@dataclass
+class Traced:
+    """A traced function: its graph, the symbol of every name, and what the proof says."""
+
+    gm: GraphModule
+    symbols: dict[str, sympy.Symbol]
+    result: PaddingResult
+
+    def refused(self) -> dict[str, str]:
+        """Refused nodes: packet name -> reason code."""
+        names = {n: getattr(getattr(n.target, "overloadpacket", n.target), "__name__", str(n.target)) for n in
+                 self.result.reasons}
+        return {names[n]: reason.code for n, reason in self.result.reasons.items()}
+
+
+def parse(spec: str) -> tuple[list[str | int], str]:
+    """``"i:B,T,8"`` -> dims and kind (``f`` floats, ``i`` indices below 4, ``b`` booleans)."""
+    kind, _, dims = spec.rpartition(":")
+    return [d if d.isalpha() else int(d) for d in dims.split(",") if d], kind or "f"
+
+
+def tensor(spec: str, sizes: dict[str, int], seed: int) -> torch.Tensor:
+    """A real tensor of a spec."""
+    dims, kind = parse(spec)
+    shape = [sizes[d] if isinstance(d, str) else d for d in dims]
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "i":
+        return torch.randint(0, 4, shape, generator=generator)
+    values = torch.randn(shape, generator=generator)
+    return values > 0 if kind == "b" else values
+
+
+def trace(function: Callable[..., object], specs: Sequence[str]) -> tuple[GraphModule, dict[str, sympy.Symbol]]:
+    """The pre-dispatch graph over fake tensors with symbolic sizes, and the symbols by name."""
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    fakes, symbols = [], {}
+    for i, spec in enumerate(specs):
+        dims, _ = parse(spec)
+        dynamic = [DimDynamic.DUCK if isinstance(d, str) else DimDynamic.STATIC for d in dims]
+        context = StatelessSymbolicContext(dynamic_sizes=dynamic, constraint_sizes=[None] * len(dims))
+        fake = mode.from_tensor(tensor(spec, HINT, i), symbolic_context=context, source=ConstantSource(f"a{i}"))
+        fakes.append(fake)
+        symbols |= {d: fake.shape[k].node.expr for k, d in enumerate(dims) if isinstance(d, str)}
+    with mode, enable_python_dispatcher():
+        gm = make_fx(function, pre_dispatch=True, _allow_non_fake_inputs=True)(*fakes)
+    assert all(isinstance(s, sympy.Symbol) for s in symbols.values()), "the function specialised a size"
+    return gm, symbols
+
+
+def written_values(gm: GraphModule) -> set[Node]:
+    """Tensor nodes that share memory with something written (over-approximated: whole alias chains)."""
+    base: dict[Node, Node] = {}
+    written: set[Node] = set()
+
+    def root(node: Node) -> Node:
+        while node in base:
+            node = base[node]
+        return node
+
+    for node in gm.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not node.all_input_nodes:
+            continue
+        if any(r.alias_info for r in schema.returns):
+            base[node] = node.all_input_nodes[0]
+        if schema.is_mutable:
+            written.add(root(node.args[0]))
+    return {node for node in gm.graph.nodes if root(node) in written}
+
+
+def prove(function: Callable[..., object], specs: Sequence[str]) -> Traced:
+    """Trace and analyse."""
+    gm, symbols = trace(function, specs)
+    result = analyse(gm.graph, list(symbols.values()), eager={}, mutated=written_values(gm))
+    return Traced(gm, symbols, result)
+
+
+def evaluate(expr: object, sizes: dict[sympy.Symbol, int]) -> object:
+    """A size expression as a Python number."""
+    value = sympy.sympify(expr).subs(sizes)
+    if value in (sympy.true, sympy.false):
+        return bool(value)
+    return int(value) if value.is_Integer else float(value)
+
+
+def cut(value: torch.Tensor, layouts: dict[sympy.Symbol, Layout], real: dict, bucket: dict) -> torch.Tensor:
+    """The real rows of a padded tensor, read off its layouts, one symbol after the other."""
+    sizes = dict(bucket)
+    for symbol, layout in layouts.items():
+        for d, axis in layout.axes:
+            outer, inner = evaluate(axis.outer, sizes), evaluate(axis.inner, sizes)
+            parts = value.unflatten(d, (outer, sizes[symbol], inner)).narrow(d + 1, 0, real[symbol])
+            value = parts.flatten(d, d + 2)
+        sizes[symbol] = real[symbol]
+    return value
+
+
+def fill(value: torch.Tensor, layouts: dict[sympy.Symbol, Layout], bucket: dict, how: str) -> torch.Tensor:
+    """A tensor padded from outside: row 0 repeated, or junk (indices and booleans always repeat row 0)."""
+    for symbol, layout in layouts.items():
+        for d, _ in layout.axes:
+            extra = bucket[symbol] - value.shape[d]
+            tail = value.narrow(d, 0, 1).expand(*[extra if k == d else -1 for k in range(value.dim())]).clone()
+            if how != "row0" and value.is_floating_point():
+                tail = torch.full_like(tail, float("nan")) if how == "nan" else torch.randn_like(tail) * 1e4
+            value = torch.cat([value, tail], d)
+    return value.clone()
+
+
+def check(traced: Traced, specs: Sequence[str], how: str) -> int:
+    """Run at the real size and at the bucket in lockstep; every safe node must agree on real rows. Returns how many did.
+
+    A refused node runs on real rows and is padded again. The run stops at a refused write: what it does to memory is
+    the runtime's matter.
+    """
+    real = {s: REAL[name] for name, s in traced.symbols.items()}
+    bucket = {s: BUCKET[name] for name, s in traced.symbols.items()}
+    env_n: dict[Node, object] = {}
+    env_b: dict[Node, object] = {}
+    inputs = iter([tensor(spec, REAL, i) for i, spec in enumerate(specs)])
+    checked = 0
+    for node in traced.gm.graph.nodes:
+        layouts = traced.result.layouts.get(node, ())
+        val = node.meta.get("val")
+        if node.op == "output":
+            break
+        if node.op == "placeholder":
+            env_n[node] = next(inputs)
+            env_b[node] = fill(env_n[node], layouts[0], bucket, how)
+            continue
+        if node.op == "get_attr":
+            env_n[node] = env_b[node] = getattr(traced.gm, node.target)
+            continue
+        if isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            env_n[node], env_b[node] = evaluate(val.node.expr, real), evaluate(val.node.expr, bucket)
+            continue
+        env_n[node] = run(node, env_n)
+        if node in traced.result.reasons:
+            if getattr(getattr(node.target, "_schema", None), "is_mutable", False):
+                return checked
+            env_b[node] = padded(env_n[node], layouts, bucket, how)
+            continue
+        env_b[node] = run(node, env_b)
+        for got, want, layout in zip(parts(env_b[node]), parts(env_n[node]), layouts, strict=False):
+            if isinstance(want, torch.Tensor):
+                if len(layout) < len(real):
+                    env_b[node] = env_n[node]
+                    continue
+                compare(got, want, layout, real, bucket, node)
+                checked += 1
+    for node in traced.gm.graph.find_nodes(op="placeholder"):
+        compare(env_b[node], env_n[node], traced.result.layouts[node][0], real, bucket, node)
+    return checked
+
+
+def parts(value: object) -> Sequence[object]:
+    return value if isinstance(value, (tuple, list)) else (value,)
+
+
+def run(node: Node, env: dict[Node, object]) -> object:
+    args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), lambda n: env[n])
+    return node.target(*args, **kwargs)
+
+
+def padded(value: object, layouts: Sequence[dict], bucket: dict, how: str) -> object:
+    """A refused node's result on real rows, padded from outside where it can be."""
+    def one(part: object, layout: dict) -> object:
+        whole = isinstance(part, torch.Tensor) and len(layout) == len(bucket)
+        return fill(part, layout, bucket, how) if whole else part
+
+    if isinstance(value, (tuple, list)):
+        return [one(p, layout) for p, layout in zip(value, layouts, strict=True)]
+    return one(value, layouts[0]) if layouts else value
+
+
+def compare(got: torch.Tensor, want: torch.Tensor, layout: dict, real: dict, bucket: dict, node: Node) -> None:
+    kept = cut(got, layout, real, bucket)
+    torch.testing.assert_close(kept, want, rtol=1e-4, atol=1e-4, equal_nan=True, msg=lambda m: f"{node.format_node()}\n{m}")

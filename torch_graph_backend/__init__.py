@@ -1,0 +1,32 @@
+"""torch_graph_backend: CUDA-graph segments for any PyTorch model, through ``torch.compile(model, backend="bcg")``."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from torch_graph_backend.backend import bcg, reset
+from torch_graph_backend.break_ops import break_ops, register_break_op, unregister_break_op
+from torch_graph_backend.errors import TorchGraphBackendError
+from torch_graph_backend.explain import Stats, explain, plans, stats
+from torch_graph_backend.passes.reasons import Reason
+from torch_graph_backend.plan import Plan
+from torch_graph_backend.shape_key import ShapeKey
+
+try:
+    __version__ = version("torch-graph-backend")
+except PackageNotFoundError:  # a source tree that was never installed
+    __version__ = "0+unknown"
+
+__all__ = [
+    "Plan",
+    "Reason",
+    "ShapeKey",
+    "Stats",
+    "TorchGraphBackendError",
+    "bcg",
+    "break_ops",
+    "explain",
+    "plans",
+    "register_break_op",
+    "reset",
+    "stats",
+    "unregister_break_op",
+]

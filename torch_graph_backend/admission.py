@@ -1,0 +1,206 @@
+"""Per-call checks: may this call run the plan, and on which key? Every check returns ``Reason | None``.
+
+Contract. Dynamo guards sizes and Python state, but not addresses, not strides of dynamic dimensions, and a
+placeholder's dtype can lie; what a recording relies on is checked here on every call, without touching tensor data.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+
+from torch_graph_backend.buckets import Ladder
+from torch_graph_backend.passes.normalize import NormalGraph
+from torch_graph_backend.passes.reasons import Reason
+from torch_graph_backend.passes.torch_api import FakeTensorMode, dispatch_mode_active
+from torch_graph_backend.plan import Plan, TensorSpec
+from torch_graph_backend.plan_build import spec_of
+from torch_graph_backend.shape_key import ShapeKey
+from torch_graph_backend.slots import Sizes, evaluate
+
+#: How many sizes of a ladder are tried, from the smallest that fits, before a bucket counts as invalid.
+_TRIES = 3
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What Dynamo assumed about the sizes: guard expressions and ranges over bucketed and pinned symbols.
+
+    They hold at the real size; a bucket where one fails would run another branch than the one that was traced
+    (``table[:64][:n]`` at n = 72, ``view(-1, 2)`` at an odd size).
+    """
+
+    guards: tuple[sympy.Basic, ...]
+    ranges: tuple[tuple[sympy.Symbol, Any, Any], ...]
+
+    @staticmethod
+    def of(mode: FakeTensorMode | None, symbols: Sequence[sympy.Symbol]) -> Bounds:
+        env = mode.shape_env if mode is not None else None
+        if env is None:
+            return Bounds((), ())
+        known = set(symbols)
+        guards = {g.expr for g in env.guards if g.expr.free_symbols and g.expr.free_symbols <= known}
+        ranges = [(s, r.lower, r.upper) for s, r in env.var_to_range.items() if s in known]
+        return Bounds(tuple(sorted(guards, key=str)), tuple(ranges))
+
+    def broken_by(self, sizes: Sizes) -> Reason | None:
+        """The first assumption that fails at these sizes."""
+        values = {s: sympy.Integer(v) for s, v in sizes.items()}
+        for symbol, lower, upper in self.ranges:
+            if not (lower <= values[symbol] <= upper):
+                return Reason("bucket-invalid", f"{symbol} = {values[symbol]} is outside {lower}..{upper}")
+        for guard in self.guards:
+            if guard.xreplace(values) != sympy.true:
+                return Reason("bucket-invalid", f"the traced code assumes {guard}, which fails at {dict(sizes)}")
+        return None
+
+
+class Keys:
+    """Real sizes -> key. ``pick`` returns the key and the bucket's sizes, or the reason why there is none."""
+
+    def __init__(self, plan: Plan, ladders: Sequence[Ladder], bounds: Bounds) -> None:
+        self.plan, self.ladders, self.bounds = plan, ladders, bounds
+        index = {s.symbol: i for i, s in enumerate(plan.symbols)}
+        self.bucketed = [index[s.symbol] for s in plan.bucketed]
+        self.pinned = [index[s.symbol] for s in plan.exact_in_key]
+        self.cache: dict[tuple[int, ...], tuple[ShapeKey, tuple[int, ...]] | Reason] = {}
+
+    def pick(self, sizes: tuple[int, ...]) -> tuple[ShapeKey, tuple[int, ...]] | Reason:
+        """Cached by the sizes that matter to the key; exact sizes do not."""
+        what = tuple(sizes[i] for i in (*self.bucketed, *self.pinned))
+        found = self.cache.get(what)
+        if found is None:
+            found = self.cache[what] = self._pick(sizes)
+        return found
+
+    def _pick(self, sizes: tuple[int, ...]) -> tuple[ShapeKey, tuple[int, ...]] | Reason:
+        options = []
+        for i, ladder in zip(self.bucketed, self.ladders, strict=True):
+            name, n = self.plan.symbols[i].source, sizes[i]
+            if n <= 0:
+                return Reason("zero-size", f"{name} is {n}")
+            first = ladder.pick(n)
+            if first is None:
+                text = f"{name} is {n}, the largest bucket is {ladder.largest}"
+                return Reason("beyond-largest-bucket", text, fix="list a larger size in options['buckets']")
+            at = ladder.sizes.index(first) if first in ladder.sizes else None
+            options.append([first] if at is None else ladder.sizes[at : at + _TRIES])
+        pinned = tuple(sizes[i] for i in self.pinned)
+        broken: Reason | None = None
+        for choice in itertools.product(*options):
+            bucket = self._bucket(choice, pinned)
+            problem = self.bounds.broken_by(bucket)
+            if problem is None:
+                return ShapeKey.of(choice, pinned), choice
+            broken = broken or problem
+        assert broken is not None
+        return broken
+
+    def _bucket(self, choice: Sequence[int], pinned: Sequence[int]) -> dict[sympy.Symbol, int]:
+        which = [*self.bucketed, *self.pinned]
+        return {self.plan.symbols[i].symbol: v for i, v in zip(which, (*choice, *pinned), strict=True)}
+
+
+class Inputs:
+    """What the arguments must look like, beyond what Dynamo guards."""
+
+    def __init__(self, plan: Plan, normal: NormalGraph, written: Sequence[int]) -> None:
+        self.plan, self.written = plan, tuple(written)
+        values = [p.meta.get("val") for p in normal.placeholders]
+        self.specs = {i: spec_of(v) for i, v in enumerate(values) if _strided(v)}
+        self.loose = [i for i, p in enumerate(normal.placeholders) if i in self.specs and not p.meta.get("static")]
+        self.expected: dict[tuple[int, ...], list[tuple[int, Any, Any, tuple[int, ...], tuple[int, ...]]]] = {}
+
+    def slot_reason(self, args: Sequence[Any], sizes: tuple[int, ...]) -> Reason | None:
+        """Dtype, device, shape and strides of every argument that goes into a slot."""
+        expected = self.expected.get(sizes)
+        if expected is None:
+            if len(self.expected) > 1024:
+                self.expected.clear()
+            expected = self.expected[sizes] = self._expected([s.arg for s in self.plan.slots], sizes)
+        return self._check(args, expected)
+
+    def pinned_reason(self, args: Sequence[Any], sizes: tuple[int, ...]) -> Reason | None:
+        """The same for pinned arguments; asked when they are pinned, afterwards only addresses are compared."""
+        return self._check(args, self._expected(self.plan.pinned, sizes))
+
+    def _expected(self, which: Sequence[int], sizes: tuple[int, ...]) -> list[Any]:
+        at = {s.symbol: v for s, v in zip(self.plan.symbols, sizes, strict=True)}
+        return [(i, sp.dtype, sp.device, *_dims(sp, at)) for i in which if (sp := self.specs.get(i)) is not None]
+
+    def _check(self, args: Sequence[Any], expected: list[Any]) -> Reason | None:
+        for i, dtype, device, shape, stride in expected:
+            t = args[i]
+            if t.dtype is not dtype:
+                return self._differs("input-dtype", i, t.dtype, dtype)
+            if t.device != device:
+                return self._differs("input-device", i, t.device, device)
+            if t.layout is not torch.strided or type(t) not in (torch.Tensor, torch.nn.Parameter):
+                return self._differs("input-layout", i, f"{type(t).__name__}, {t.layout}", "a plain strided tensor")
+            if t.shape != shape:
+                return self._differs("input-shape", i, tuple(t.shape), shape)
+            got = t.stride()
+            if got != stride and any(n > 1 and a != b for n, a, b in zip(shape, got, stride, strict=True)):
+                return self._differs("input-strides", i, got, stride)
+        return None
+
+    def _differs(self, code: str, arg: int, got: Any, expected: Any) -> Reason:
+        return Reason(code, f"{self.plan.placeholders[arg]} has {got}, the graph was compiled for {expected}")
+
+    def alias_reason(self, args: Sequence[Any]) -> Reason | None:
+        """An argument that the graph changes must not overlap any other (Dynamo does not guard overlaps)."""
+        if not self.written:
+            return None
+        changed = [(i, *_extent(args[i])) for i in self.written if isinstance(args[i], torch.Tensor)]
+        by_storage: dict[int, list[tuple[int, int, int]]] = {}
+        for i, storage, start, end in changed:
+            by_storage.setdefault(storage, []).append((i, start, end))
+        for j in {*self.loose, *self.written}:
+            if not isinstance(args[j], torch.Tensor) or args[j].layout is not torch.strided:
+                continue
+            storage, start, end = _extent(args[j])
+            for i, low, high in by_storage.get(storage, ()):
+                if i != j and start < high and low < end:
+                    names = self.plan.placeholders
+                    text = f"{names[i]}, which the graph changes, overlaps {names[j]}"
+                    return Reason("aliased-inputs", text, fix="pass tensors that do not share memory")
+        return None
+
+
+def _strided(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+
+
+def _dims(spec: TensorSpec, sizes: Sizes) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(evaluate(s, sizes) for s in spec.shape), tuple(evaluate(s, sizes) for s in spec.stride)
+
+
+def _extent(t: torch.Tensor) -> tuple[int, int, int]:
+    """Storage address, first byte and one past the last byte that a tensor can touch."""
+    if t.numel() == 0:
+        return -1, 0, 0
+    span = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    start = t.storage_offset() * t.element_size()
+    return t.untyped_storage().data_ptr(), start, start + span * t.element_size()
+
+
+def grad_reason(args: Sequence[Any], turns_grad_on: bool) -> Reason | None:
+    """Gradients are answered by eager code until training is supported."""
+    if not (torch.is_grad_enabled() or turns_grad_on):
+        return None
+    if any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
+        fix = "call the model under torch.no_grad() or torch.inference_mode()"
+        return Reason("grad", "an argument or parameter requires grad, and gradients are enabled", fix=fix)
+    return None
+
+
+def mode_reason() -> Reason | None:
+    """A dispatch mode (a FLOP counter, a profiler of ops) must see every operation."""
+    if dispatch_mode_active():
+        return Reason("dispatch-mode", "a TorchDispatchMode is active and must see every operation")
+    return None

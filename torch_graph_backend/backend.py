@@ -1,0 +1,130 @@
+"""The entry point: ``torch.compile(model, backend="bcg")`` calls ``bcg`` with every graph that Dynamo makes.
+
+Contract. A plain callable, named by the entry point ``bcg`` in group ``torch_dynamo_backends`` (and never also by
+``register_backend``: two registrations of one name are an error). Wrong options raise; everything else that goes wrong
+while a plan is made ends in the Dynamo graph run as it came, with a reason.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from torch_graph_backend import registry
+from torch_graph_backend.break_ops import break_predicate
+from torch_graph_backend.config import Config
+from torch_graph_backend.errors import StrictModeError
+from torch_graph_backend.ledger import log
+from torch_graph_backend.passes.classify import Classified, classify
+from torch_graph_backend.passes.normalize import NormalGraph, NormaliseError, normalise
+from torch_graph_backend.passes.reasons import Reason
+from torch_graph_backend.passes.symbols import unreadable
+from torch_graph_backend.passes.torch_api import TracingContext
+from torch_graph_backend.plan import Plan
+from torch_graph_backend.plan_build import build_plan
+from torch_graph_backend.recorders import cleanup_all, recorder_for
+from torch_graph_backend.runner import CompiledGraph
+
+
+def bcg(gm: GraphModule, example_inputs: Sequence[Any], *, options: Any = None, mode: str | None = None) -> CompiledGraph:
+    """Compile one Dynamo graph. ``options``: see ``torch_graph_backend.config.Config``. Raises only for wrong options
+    and, under ``strict=True``, if nothing can be captured."""
+    config = Config.parse(options, mode)
+    codes = TracingContext.get_traced_code() or []
+    graph = _Compiler(gm, _name(codes), config).compile()
+    weights = [t for t in example_inputs if isinstance(t, torch.nn.Parameter)]
+    weights += [t for t in example_inputs if isinstance(t, torch.Tensor) and not isinstance(t, torch.nn.Parameter)]
+    registry.remember(graph, codes, weights)
+    if config.strict and graph.reason is not None and graph.reason.code != "grad":
+        raise StrictModeError(graph.reason, graph.name)
+    return graph
+
+
+def reset() -> None:
+    """Close every compiled graph and free all memory of ours. ``torch._dynamo.reset()`` calls this."""
+    registry.forget_all()
+    cleanup_all()
+
+
+bcg.reset = reset  # type: ignore[attr-defined]
+
+
+def _name(codes: Sequence[Any]) -> str:
+    if not codes:
+        return "graph"
+    return f"{codes[0].co_name} ({os.path.basename(codes[0].co_filename)}:{codes[0].co_firstlineno})"
+
+
+class _Compiler:
+    """Normalise, classify, plan; keeps what is needed to plan anew when an input cannot stay pinned."""
+
+    def __init__(self, gm: GraphModule, name: str, config: Config) -> None:
+        self.gm, self.name, self.config = gm, name, config
+        self.graph = CompiledGraph(gm, name, config, config.off_reason())
+        self.is_break = break_predicate(config.break_ops)
+        self.moving: frozenset[str] = frozenset()
+
+    def compile(self) -> CompiledGraph:
+        try:
+            self.plan()
+        except NormaliseError as error:
+            self.graph.reason = self.graph.reason or error.reason
+        except Exception as error:  # our own fault: the user still gets the eager answer, and the reason
+            log.warning("%s: no plan could be made", self.name, exc_info=error)
+            text = f"{type(error).__name__}: {error}"
+            self.graph.reason = self.graph.reason or Reason("normalise-failed", f"no plan could be made: {text}")
+        if self.graph.reason is not None:
+            log.info("%s: not captured: %s", self.name, self.graph.reason)
+        self.graph.unpin = self.unpin  # type: ignore[method-assign]
+        return self.graph
+
+    def plan(self) -> None:
+        start = time.perf_counter()
+        normal = normalise(self.gm)
+        middle = time.perf_counter()
+        unread = unreadable(normal.placeholders)
+        if unread is not None:
+            raise NormaliseError(unread)
+        device = _device(normal)
+        classified = classify(
+            normal, device, self.is_break, moving=self.moving, min_kernels=self.config.min_segment_kernels
+        )
+        plan = build_plan(self.name, device, normal, classified)
+        found = recorder_for(device)
+        if isinstance(found, Reason):
+            self.graph.plan, self.graph.reason = plan, self.graph.reason or found
+            return
+        self.graph.adopt(plan, normal, _written_args(normal, classified), *found)
+        self.graph.seconds = {"normalise": middle - start, "plan": time.perf_counter() - middle}
+        self.report(plan)
+
+    def report(self, plan: Plan) -> None:
+        log.debug("%s", plan)
+        for name in self.config.unmatched([s.source for s in plan.bucketed]):
+            log.warning("%s: options['buckets'][%r] matches no bucketed size of this graph", self.name, name)
+
+    def unpin(self, names: Sequence[str]) -> None:
+        """Plan again with the operations that change these inputs eager: their addresses do not stay."""
+        self.moving |= frozenset(names)
+        self.plan()
+
+
+def _device(normal: NormalGraph) -> torch.device:
+    """The device most values live on; a graph without tensors counts as CPU."""
+    counts: dict[torch.device, int] = {}
+    for node in normal.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.Tensor):
+            counts[value.device] = counts.get(value.device, 0) + 1
+    accelerators = {d: n for d, n in counts.items() if d.type != "cpu"}
+    return max(accelerators or counts, key=lambda d: counts[d], default=torch.device("cpu"))
+
+
+def _written_args(normal: NormalGraph, classified: Classified) -> list[int]:
+    aliasing = classified.aliasing
+    return [i for i, p in enumerate(normal.placeholders) if aliasing.written(p)]

@@ -1,0 +1,216 @@
+"""Plan + graph -> Python source: one function a step, a driver, and size arithmetic. No fx, no sympy at call time.
+
+Contract. ``generate(plan, normal)`` returns a ``Program``: ``steps[i](sizes..., inputs...) -> tuple of outputs`` for
+captured segments and eager regions alike, and ``run(args, sizes, frame)``, a straight line through the steps.
+``source`` is the text (readable in tracebacks). Sizes are Python ints: the bucket's in a captured segment, the real
+ones in an eager region. A value is deleted after its last use, so eager memory is freed as eager code would free it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import Node
+
+from torch_graph_backend.passes.capturable import is_size
+from torch_graph_backend.passes.normalize import NormalGraph
+from torch_graph_backend.passes.symbols import expr_of
+from torch_graph_backend.passes.torch_api import OpOverload, PythonPrinter
+from torch_graph_backend.plan import CapturedSegment, EagerRegion, Plan, Ref
+
+_COUNTER = itertools.count()
+_LITERALS = (int, bool, str, type(None))
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """Executable form of a plan. ``sizes_of(args)`` reads the values of ``plan.symbols`` from the arguments."""
+
+    source: str
+    steps: tuple[Callable[..., tuple[Any, ...]], ...]
+    run: Callable[..., tuple[Any, ...]]
+    sizes_of: Callable[[Sequence[Any]], tuple[int, ...]]
+
+
+def size_code(expr: sympy.Expr | int) -> str:
+    """Python source of a size expression over variables named as the symbols."""
+    return str(PythonPrinter().doprint(sympy.sympify(expr)))
+
+
+def size_function(names: Sequence[str], exprs: Sequence[sympy.Expr | bool]) -> Callable[..., tuple[int, ...]]:
+    """``f(*symbol values) -> tuple`` of all expressions, compiled once."""
+    body = ", ".join(size_code(e) for e in exprs)
+    return _execute(f"def sizes({', '.join(names)}):\n    return ({body}{',' if exprs else ''})\n", {})["sizes"]
+
+
+def _execute(source: str, scope: dict[str, Any]) -> dict[str, Any]:
+    filename = f"<torch_graph_backend {next(_COUNTER)}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+    import math
+
+    scope |= {"math": math, "torch": torch}
+    exec(compile(source, filename, "exec"), scope)
+    return scope
+
+
+def generate(plan: Plan, normal: NormalGraph) -> Program:
+    """The program of ``plan``; ``normal`` holds the operations and constants behind its names."""
+    writer = _Writer(plan, normal)
+    parts = [writer.step(s) for s in plan.steps] + [writer.driver(), writer.sizes()]
+    source = "\n".join(parts)
+    scope = _execute(source, dict(writer.bound))
+    steps = tuple(scope[f"step_{s.index}"] for s in plan.steps)
+    return Program(source, steps, scope["run"], scope["sizes_of"])
+
+
+class _Writer:
+    def __init__(self, plan: Plan, normal: NormalGraph) -> None:
+        self.plan, self.normal = plan, normal
+        self.nodes = {n.name: n for n in normal.graph.nodes}
+        self.bound: dict[str, Any] = {}
+        self.by_id: dict[int, str] = {}
+        self.symbols = [s.name for s in plan.symbols]
+
+    # -- names ---------------------------------------------------------------------------------------------------
+
+    def bind(self, value: Any, hint: str) -> str:
+        """A global of the generated module that holds ``value``."""
+        found = self.by_id.get(id(value))
+        if found is None:
+            name = "".join(c if c.isalnum() else "_" for c in hint)
+            while name in self.bound or name in self.symbols or name in self.nodes:
+                name += "_"
+            self.bound[name] = value
+            found = self.by_id[id(value)] = name
+        return found
+
+    def text(self, value: Any) -> str:
+        """Source of one argument tree."""
+        if isinstance(value, Node):
+            verdict_size = is_size(value.meta.get("val")) and self.is_host(value)
+            return f"({size_code(expr_of(value.meta['val']))})" if verdict_size else value.name
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return f"({size_code(value.node.expr)})"
+        if isinstance(value, (list, tuple)):
+            inner = ", ".join(self.text(v) for v in value)
+            if isinstance(value, list):
+                return f"[{inner}]"
+            return f"({inner},)" if value else "()"
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{k!r}: {self.text(v)}" for k, v in value.items()) + "}"
+        if isinstance(value, slice):
+            return f"slice({self.text(value.start)}, {self.text(value.stop)}, {self.text(value.step)})"
+        if type(value) in _LITERALS:
+            return repr(value)
+        if type(value) is float and value == value and abs(value) != float("inf"):
+            return repr(value)
+        return self.bind(value, f"k_{type(value).__name__}_{len(self.bound)}")
+
+    def is_host(self, node: Node) -> bool:
+        """Size arithmetic that the symbols' values give: computed where it is used."""
+        value = node.meta["val"]
+        if not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return node.name not in self.scheduled
+        return node.name not in self.scheduled and all(str(s) in self.symbols for s in value.node.expr.free_symbols)
+
+    @property
+    def scheduled(self) -> set[str]:
+        cached = self.__dict__.get("_scheduled")
+        if cached is None:
+            cached = self.__dict__["_scheduled"] = {op.value for s in self.plan.steps for op in s.ops}
+        return cached
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def step(self, step: CapturedSegment | EagerRegion) -> str:
+        params = ", ".join([*self.symbols, *(name for name, _ in step.inputs)])
+        kind = "captured segment" if isinstance(step, CapturedSegment) else "eager region"
+        lines = [f"def step_{step.index}({params}):  # {kind}, {step.kernels} kernels"]
+        nodes = [self.nodes[op.value] for op in step.ops]
+        last = self.last_uses(nodes, step.outputs)
+        regions: tuple[Any, ...] = ()
+        for node in nodes:
+            wanted = node.meta.get("autocast", ())
+            if wanted != regions:
+                regions = wanted
+                lines += [f"    {'    ' * i}with {self.autocast(r)}:" for i, r in enumerate(regions)]
+            indent = "    " * (1 + len(regions))
+            lines.append(f"{indent}{node.name} = {self.call(node)}")
+            if last.get(node):
+                lines.append(f"{indent}del {', '.join(last[node])}")
+        inner = ", ".join(step.outputs)
+        lines.append(f"    return ({inner}{',' if step.outputs else ''})")
+        return "\n".join(lines) + "\n"
+
+    def last_uses(self, nodes: list[Node], outputs: Sequence[str]) -> dict[Node, list[str]]:
+        """Names to delete after each node: values made in this step whose last use (or making) it is."""
+        at: dict[str, Node] = {}
+        for node in nodes:
+            at[node.name] = node
+            for arg in node.all_input_nodes:
+                if arg.name in at:
+                    at[arg.name] = node
+        out: dict[Node, list[str]] = {}
+        for name, node in at.items():
+            if name not in outputs:
+                out.setdefault(node, []).append(name)
+        return out
+
+    def autocast(self, region: tuple[Any, ...]) -> str:
+        device, dtype, enabled, cache = (*region, None, None, None)[:4]
+        kwargs = f"dtype={self.text(dtype)}, enabled={enabled!r}, cache_enabled={cache!r}"
+        return f"{self.bind(torch.autocast, 'autocast')}({device!r}, {kwargs})"
+
+    def call(self, node: Node) -> str:
+        target = node.target
+        if getattr(target, "__name__", "") == "getitem" and target.__module__ in ("_operator", "operator"):
+            return f"{self.text(node.args[0])}[{self.text(node.args[1])}]"
+        hint = str(target) if isinstance(target, OpOverload) else getattr(target, "__name__", type(target).__name__)
+        args = [self.text(a) for a in node.args] + [f"{k}={self.text(v)}" for k, v in node.kwargs.items()]
+        return f"{self.bind(target, hint)}({', '.join(args)})"
+
+    # -- driver --------------------------------------------------------------------------------------------------
+
+    def driver(self) -> str:
+        lines = ["def run(A, S, F):  # arguments, real sizes, frame", f"    {self.unpacked('S')}", "    F.fill(A)"]
+        for step in self.plan.steps:
+            if isinstance(step, CapturedSegment):
+                cuts = [f"cut_{i}" for i, c in enumerate(self.plan.cuts) if c.after == step.index]
+                target = f"{', '.join(cuts)}, = " if cuts else ""
+                lines.append(f"    {target}F.segment({step.index})")
+            else:
+                args = ", ".join([*self.symbols, *(self.ref(r) for _, r in step.inputs)])
+                target = f"{', '.join(f'v_{o}' for o in step.outputs)}, = " if step.outputs else ""
+                lines.append(f"    {target}step_{step.index}({args})")
+            sources = [self.ref(b.source) for b in self.plan.bridges if b.after == step.index]
+            if sources:
+                lines.append(f"    F.bridge({step.index}, ({', '.join(sources)},))")
+        outputs = ", ".join(self.output(o) for o in self.plan.outputs)
+        lines.append(f"    return ({outputs}{',' if self.plan.outputs else ''})")
+        return "\n".join(lines) + "\n"
+
+    def unpacked(self, source: str) -> str:
+        return f"({', '.join(self.symbols)},) = {source}" if self.symbols else "pass"
+
+    def ref(self, ref: Ref) -> str:
+        if ref.kind == "arg":
+            return f"A[{ref.key}]"
+        if ref.kind == "const":
+            return self.bind(self.normal.constants[str(ref.key)], str(ref.key))
+        return {"cut": f"cut_{ref.key}", "eager": f"v_{ref.key}"}[ref.kind]
+
+    def output(self, out: Any) -> str:
+        if out.ref is not None:
+            text = self.ref(out.ref)
+            return f"F.own({text})" if out.check else text
+        return f"({size_code(out.size)})" if out.size is not None else self.text(out.literal)
+
+    def sizes(self) -> str:
+        reads = [f"A[{s.arg}]" if s.dim is None else f"A[{s.arg}].size({s.dim})" for s in self.plan.symbols]
+        return f"def sizes_of(A):\n    return ({', '.join(f'int({r})' for r in reads)}{',' if reads else ''})\n"

@@ -1,0 +1,336 @@
+"""Config: the options of one ``torch.compile(..., backend="bcg", options={...})``, parsed and validated once.
+
+Contract: ``Config.parse`` accepts what the docstrings of ``Config`` and ``PhaseConfig`` list and refuses everything
+else with an error that names the option, so a typo never silently does nothing. A Config is immutable and hashable.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch_graph_backend.buckets import Ladder, clean, decode_ladder, default_ladder, exact_ladder, prefill_ladder
+from torch_graph_backend.errors import BadBuckets, BadOption, UnknownOption
+from torch_graph_backend.passes.reasons import Reason
+
+#: Largest size of a phase's ladder when neither ``max_bs`` nor ``bs`` is given: decode in requests, prefill in tokens.
+#: Either ladder (36 and 50 sizes) fits the default of ``max_recordings``.
+DEFAULT_MAX_BS = {"decode": 256, "prefill": 4096}
+
+#: Options that ``torch.compile`` takes out of ``options`` itself.
+_TORCH_OPTIONS = frozenset({"guard_filter_fn", "use_aoti"})
+
+Check = Callable[[str, Any], Any]
+
+
+def _positive(name: str, value: Any) -> int:
+    """An int >= 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise BadOption(name, value, "an int >= 1")
+    return value
+
+
+def _flag(name: str, value: Any) -> bool:
+    """A bool and nothing that merely behaves like one."""
+    if not isinstance(value, bool):
+        raise BadOption(name, value, "True or False")
+    return value
+
+
+def _choice(*accepted: str | None) -> Check:
+    """A check for one of ``accepted``."""
+
+    def check(name: str, value: Any) -> Any:
+        if (value is None or isinstance(value, str)) and value in accepted:
+            return value
+        raise BadOption(name, value, " or ".join(map(repr, accepted)))
+
+    return check
+
+
+def _optional(check: Check) -> Check:
+    """``check``, but None is accepted too."""
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def _sizes(name: str, value: Any) -> tuple[int, ...]:
+    """A list of sizes, cleaned."""
+    return clean(value, name)
+
+
+def _phase_backend(name: str, value: Any) -> str:
+    """How a phase is recorded; a removed name is answered with its successor."""
+    accepted = ("full", "breakable", "disabled")
+    if value == "tc_piecewise":
+        raise BadOption(name, value, " or ".join(map(repr, accepted)), fix="use 'breakable' instead of 'tc_piecewise'")
+    return _choice(*accepted)(name, value)
+
+
+def _break_ops(name: str, value: Any) -> tuple[Any, ...]:
+    """Names and callables (functions, op overloads, higher-order ops), without duplicates, in the order given."""
+    accepted = "a list of op names ('namespace::op'), ops or functions"
+    if not isinstance(value, (list, tuple)):
+        raise BadOption(name, value, accepted)
+    for op in value:
+        named = isinstance(op, str) and bool(op.strip())
+        if not named and not (callable(op) and isinstance(op, Hashable)):
+            raise BadOption(name, op, accepted)
+    return tuple(dict.fromkeys(value))
+
+
+def _named_buckets(name: str, value: Mapping[Any, Any]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """``{symbol name: sizes}`` as pairs in the order given."""
+    for key in value:
+        if not isinstance(key, str) or not key:
+            raise BadOption(name, key, "a dict whose keys are names, such as 'input_ids:1'")
+        if re.search(r":-\d+$", key):
+            raise BadOption(name, key, "a dict whose dimensions are counted from the front, such as 'input_ids:1'")
+    return tuple((key, clean(sizes, f"{name}[{key!r}]")) for key, sizes in value.items())
+
+
+def _known(options: Any, checks: Mapping[str, Check], scope: str, ignored: Iterable[str] = ()) -> dict[str, Any]:
+    """``options`` checked key by key; the first key that ``checks`` lacks raises UnknownOption."""
+    if not isinstance(options, Mapping):
+        raise BadOption(scope or "options", options, "a dict")
+    prefix = f"{scope}." if scope else ""
+    parsed = {}
+    for key, value in options.items():
+        if key in ignored:
+            continue
+        if key not in checks:
+            raise UnknownOption(key, checks, scope=scope, fix=_other_scope(key, scope))
+        parsed[key] = checks[key](prefix + key, value)
+    return parsed
+
+
+def _other_scope(key: Any, scope: str) -> str:
+    """A fix for an option that exists, but in another dict than ``scope``; else empty."""
+    homes = [("", _CHECKS), *((phase, _PHASE_CHECKS[phase]) for phase in _PHASE_CHECKS)]
+    names = [f"{home}.{key}" if home else key for home, checks in homes if home != scope and key in checks]
+    return f"did you mean {' or '.join(map(repr, names))}?" if names else ""
+
+
+@dataclass(frozen=True)
+class PhaseConfig:
+    """One phase, ``options["decode"]`` or ``options["prefill"]``.
+
+    * ``backend`` ("full" | "breakable" | "disabled"; default "full" for decode, "breakable" for prefill): one recording
+      for everything, segments with breaks between them, or no recording at all.
+    * ``max_bs`` (int >= 1; default 256 for decode, 4096 for prefill): the largest bucket. Unit: requests for decode,
+      tokens for prefill.
+    * ``bs`` (list of int; default the phase's ladder): the buckets themselves, those above ``max_bs`` dropped.
+
+    Prefill only, each an int >= 1 or None (the default, no limit):
+
+    * ``max_context_size``: total tokens of context, cached ones included, beyond which a call runs eagerly.
+    * ``full_prefill_max_req``: request slots that a "full" prefill recording provides.
+    * ``full_prefill_prefix_chunk_tokens``: tokens of cached prefix in one chunk of a "full" prefill recording.
+    * ``max_seq_len``: tokens of the longest single sequence beyond which a call runs eagerly.
+    """
+
+    backend: str
+    max_bs: int | None = None
+    bs: tuple[int, ...] | None = None
+    max_context_size: int | None = None
+    full_prefill_max_req: int | None = None
+    full_prefill_prefix_chunk_tokens: int | None = None
+    max_seq_len: int | None = None
+
+    @classmethod
+    def parse(cls, phase: str, options: Any) -> PhaseConfig:
+        """The options of ``phase`` ("decode" or "prefill") on top of its defaults."""
+        parsed = _known(options, _PHASE_CHECKS[phase], phase)
+        bs, cap = parsed.get("bs"), parsed.get("max_bs")
+        if bs and cap:
+            parsed["bs"] = tuple(size for size in bs if size <= cap)
+            if not parsed["bs"]:
+                raise BadBuckets(f"{phase}.bs", bs[0], f"and all other sizes exceed max_bs, {cap}")
+        return cls(**{"backend": _PHASE_BACKENDS[phase], **parsed})
+
+    def to_dict(self, phase: str) -> dict[str, Any]:
+        """The options that differ from the defaults of ``phase``."""
+        default = PhaseConfig(_PHASE_BACKENDS[phase])
+        changed = {f.name: getattr(self, f.name) for f in fields(self)}
+        changed = {name: value for name, value in changed.items() if value != getattr(default, name)}
+        if "bs" in changed:
+            changed["bs"] = list(changed["bs"])
+        return changed
+
+
+_PHASE_BACKENDS = {"decode": "full", "prefill": "breakable"}
+_PHASE_LADDERS = {"decode": decode_ladder, "prefill": prefill_ladder}
+_DECODE_CHECKS: dict[str, Check] = {
+    "backend": _phase_backend,
+    "max_bs": _optional(_positive),
+    "bs": _optional(_sizes),
+}
+_PREFILL_ONLY = ("max_context_size", "full_prefill_max_req", "full_prefill_prefix_chunk_tokens", "max_seq_len")
+_PHASE_CHECKS: dict[str, dict[str, Check]] = {
+    "decode": _DECODE_CHECKS,
+    "prefill": _DECODE_CHECKS | dict.fromkeys(_PREFILL_ONLY, _optional(_positive)),
+}
+
+_SIZE_OF = re.compile(r"(?P<base>.*)\.size\(\)\[(?P<dim>\d+)\]")
+_ARGUMENT = re.compile(r"L\['(?P<name>[^']+)'\]")
+_LEAF = re.compile(r"(?:\['(?P<key>[^']+)'\]|\.(?P<attribute>\w+))$")
+
+
+def bucket_keys(source: str) -> list[str]:
+    """The keys of a ``buckets`` dict that mean the symbol called ``source``, most specific first.
+
+    ``L['batch']['ids'].size()[1]`` answers to itself, ``ids:1``, ``batch:1``, ``ids`` and ``batch``: the tensor's own
+    name (the last key or attribute) goes before the argument that holds it, a single dimension before all of them.
+    """
+    sized = _SIZE_OF.fullmatch(source)
+    base = sized["base"] if sized else source
+    argument, leaf = _ARGUMENT.match(base), _LEAF.search(base)
+    names = [leaf["key"] or leaf["attribute"]] if leaf else []
+    names += [argument["name"]] if argument else []
+    keys = [source, *(f"{name}:{sized['dim']}" for name in names if sized), *names]
+    return list(dict.fromkeys(keys))
+
+
+@dataclass(frozen=True)
+class Config:
+    """All options of one compile, each with its type, default and meaning.
+
+    * ``buckets`` (list of int | {name: list of int} | None; default None): the sizes to record. A list serves every
+      symbol; a dict serves the symbols it names, by source (``"L['input_ids'].size()[1]"``), by argument and dimension
+      (``"input_ids:1"``) or by argument alone (``"input_ids"``, any dimension). Every other symbol has the ladder of
+      ``phase``, or the default ladder. (Parsed into ``buckets`` for a list and ``named_buckets`` for a dict.)
+    * ``max_size`` (int >= 1; default 8192): the largest size, in rows, of the default ladder.
+    * ``padding`` ("buckets" | "exact"; default "buckets"): round sizes up to a bucket, or record exact sizes alone:
+      those that are listed, or any size up to the largest where none are.
+    * ``max_recordings`` (int >= 1; default 64): the most recordings that one compiled graph keeps.
+    * ``decode``, ``prefill`` (dict; default {}): see ``PhaseConfig``.
+    * ``phase`` ("decode" | "prefill" | None; default None): which phase this compile serves; its sizes become the
+      buckets. Excludes a list of ``buckets``.
+    * ``break_ops`` (list of op names, ops or functions; default []): run eagerly, between segments, in this compile.
+    * ``min_segment_kernels`` (int >= 1; default 2): a segment with fewer kernels runs eagerly.
+    * ``enabled`` (bool; default True): False runs everything eagerly.
+    * ``strict`` (bool; default False): True raises StrictModeError where something would not be captured.
+    * ``outputs`` ("safe"; the default): a returned tensor stays what it was when the next call replays.
+    * ``record`` ("second" | "never"; default "second"): record on the second call of a key, or always run uncaptured.
+
+    ``guard_filter_fn`` and ``use_aoti`` belong to ``torch.compile`` and are ignored.
+    """
+
+    buckets: tuple[int, ...] | None = None
+    named_buckets: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    max_size: int = 8192
+    padding: str = "buckets"
+    max_recordings: int = 64
+    decode: PhaseConfig = PhaseConfig("full")
+    prefill: PhaseConfig = PhaseConfig("breakable")
+    phase: str | None = None
+    break_ops: tuple[Any, ...] = ()
+    min_segment_kernels: int = 2
+    enabled: bool = True
+    strict: bool = False
+    outputs: str = "safe"
+    record: str = "second"
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any] | None = None, mode: str | None = None) -> Config:
+        """The Config for what ``torch.compile`` was given; ``options`` is not changed.
+
+        Raises UnknownOption, BadOption or BadBuckets.
+        """
+        if mode not in (None, "default"):
+            raise BadOption("mode", mode, "None or 'default'", fix="leave mode out and pass options={...}")
+        parsed = _known({} if options is None else options, _CHECKS, "", _TORCH_OPTIONS)
+        if isinstance((options or {}).get("buckets"), Mapping):
+            parsed["named_buckets"] = parsed.pop("buckets")
+        if parsed.get("buckets") and parsed.get("phase"):
+            accepted = "None when 'buckets' is a list"
+            fix = f"give the sizes as {parsed['phase']}={{'bs': [...]}} or leave phase out"
+            raise BadOption("phase", parsed["phase"], accepted, fix=fix)
+        return cls(**parsed)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options that differ from the defaults, in the form that ``parse`` takes: parsing them gives this Config.
+
+        Everything but callables in ``break_ops`` can be written as JSON.
+        """
+        changed = {name: getattr(self, name) for name in _CHECKS if getattr(self, name) != getattr(_DEFAULT, name)}
+        for phase in _PHASE_CHECKS.keys() & changed.keys():
+            changed[phase] = changed[phase].to_dict(phase)
+        for name in {"buckets", "break_ops"} & changed.keys():
+            changed[name] = list(changed[name])
+        if self.named_buckets:
+            changed["buckets"] = {name: list(sizes) for name, sizes in self.named_buckets}
+        return changed
+
+    @property
+    def active(self) -> PhaseConfig | None:
+        """The options of the phase that this compile serves, if it was told one."""
+        return None if self.phase is None else getattr(self, self.phase)
+
+    def off_reason(self) -> Reason | None:
+        """Why this Config allows no recording at all; None if it does."""
+        if not self.enabled:
+            return Reason("disabled", "the option enabled is False", fix="set enabled=True")
+        if self.record == "never":
+            return Reason("disabled", "the option record is 'never'", fix="set record='second'")
+        phase, active = self.phase, self.active
+        if phase is not None and active is not None and active.backend == "disabled":
+            fix = f"set {phase}={{'backend': {_PHASE_BACKENDS[phase]!r}}}"
+            return Reason("disabled", f"the backend of phase {phase!r} is 'disabled'", fix=fix)
+        return None
+
+    def matching_key(self, name: str | None) -> str | None:
+        """The key of the ``buckets`` dict that decides the ladder of the symbol called ``name``; None if none does."""
+        named = dict(self.named_buckets)
+        return next((key for key in bucket_keys(name) if key in named), None) if name else None
+
+    def ladder_for(self, name: str | None) -> Ladder:
+        """The ladder of a symbol. ``name``: its source, such as ``L['input_ids'].size()[1]``; None if it has none.
+
+        First that applies: the ``buckets`` dict, the ``buckets`` list, the ``phase``, the default ladder.
+        """
+        exact = self.padding == "exact"
+        key = self.matching_key(name)
+        if key is not None:
+            return Ladder(dict(self.named_buckets)[key], exact)
+        if self.buckets is not None:
+            return Ladder(self.buckets, exact)
+        phase, active = self.phase, self.active
+        if phase is None or active is None:
+            return Ladder(exact_ladder(self.max_size) if exact else default_ladder(self.max_size), exact)
+        if active.bs is not None:
+            return Ladder(active.bs, exact)
+        ladder = exact_ladder if exact else _PHASE_LADDERS[phase]
+        return Ladder(ladder(active.max_bs or DEFAULT_MAX_BS[phase]), exact)
+
+    def unmatched(self, names: Iterable[str | None]) -> list[str]:
+        """The keys of the ``buckets`` dict that decided the ladder of none of ``names`` (all symbols of a compile)."""
+        used = {self.matching_key(name) for name in names}
+        return [key for key, _ in self.named_buckets if key not in used]
+
+
+def _buckets(name: str, value: Any) -> Any:
+    """A list of sizes, a dict of them, or None."""
+    if value is None:
+        return None
+    return _named_buckets(name, value) if isinstance(value, Mapping) else clean(value, name)
+
+
+#: Every option with its check. The names are Config's fields (without ``named_buckets``).
+_CHECKS: dict[str, Check] = {
+    "buckets": _buckets,
+    "max_size": _positive,
+    "padding": _choice("buckets", "exact"),
+    "max_recordings": _positive,
+    "decode": lambda name, value: PhaseConfig.parse("decode", value),
+    "prefill": lambda name, value: PhaseConfig.parse("prefill", value),
+    "phase": _choice("decode", "prefill", None),
+    "break_ops": _break_ops,
+    "min_segment_kernels": _positive,
+    "enabled": _flag,
+    "strict": _flag,
+    "outputs": _choice("safe"),
+    "record": _choice("second", "never"),
+}
+_DEFAULT = Config()

@@ -1,0 +1,67 @@
+"""The ledger: every call is counted as replayed, a first call, or eager with a reason code; each reason is logged once.
+
+Contract. ``calls == replays + first_calls + sum(eager.values())`` always. Nothing here touches tensors.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
+
+from torch_graph_backend.passes.reasons import Reason
+from torch_graph_backend.shape_key import ShapeKey
+
+log = logging.getLogger("torch_graph_backend")
+
+
+@dataclass
+class KeyCount:
+    """What happened on one key: first calls (one, plus one per re-record), replays, seconds spent recording."""
+
+    first_calls: int = 0
+    replays: int = 0
+    record_seconds: float = 0.0
+
+
+@dataclass
+class Ledger:
+    """Counts of one compiled graph. ``rows_real`` and ``rows_computed`` are products of bucketed sizes, summed over
+    calls that ran the plan; their ratio gives the padding waste. ``eager_texts`` keeps the first reason of a code."""
+
+    name: str
+    replays: int = 0
+    first_calls: int = 0
+    recordings: int = 0
+    rows_real: int = 0
+    rows_computed: int = 0
+    eager: Counter[str] = field(default_factory=Counter)
+    eager_texts: dict[str, Reason] = field(default_factory=dict)
+    keys: dict[ShapeKey, KeyCount] = field(default_factory=dict)
+
+    @property
+    def calls(self) -> int:
+        return self.replays + self.first_calls + sum(self.eager.values())
+
+    def count_eager(self, reason: Reason) -> None:
+        """One whole call ran eagerly."""
+        self.eager[reason.code] += 1
+        if reason.code not in self.eager_texts:
+            self.eager_texts[reason.code] = reason
+            log.warning("%s: a call runs eagerly: %s", self.name, reason)
+
+    def count_run(self, key: ShapeKey, replayed: bool, real: int, computed: int) -> None:
+        """One call ran the plan, uncaptured (a first call) or replayed."""
+        entry = self.keys.setdefault(key, KeyCount())
+        self.rows_real += real
+        self.rows_computed += computed
+        if replayed:
+            self.replays += 1
+            entry.replays += 1
+        else:
+            self.first_calls += 1
+            entry.first_calls += 1
+
+    def count_recording(self, key: ShapeKey, seconds: float) -> None:
+        self.recordings += 1
+        self.keys.setdefault(key, KeyCount()).record_seconds += seconds

@@ -1,0 +1,76 @@
+"""How a Plan prints: compact enough to paste into a bug report, complete enough to answer "why is this eager"."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import groupby
+
+from torch_graph_backend.plan import CapturedSegment, EagerRegion, Plan
+
+#: Equal steps in a row (the layers of a model) print once; more than this many reasons of a step are summed up.
+_REASONS_SHOWN = 12
+
+
+def plan_text(plan: Plan) -> str:
+    """The plan as text: symbols, memory, steps (repeated ones folded), reasons by user line."""
+    lines = [
+        f"Plan {plan.name} on {plan.device}: {len(plan.segments)} captured segments ({plan.captured_kernels} kernels), "
+        f"{len(plan.regions)} eager regions ({plan.eager_kernels} kernels), {plan.host_ops} size computations"
+    ]
+    if plan.reason is not None:
+        lines.append(f"  not captured: {plan.reason}")
+    for s in plan.symbols:
+        lines.append(f"  size {s.name} = {s.source}: {s.kind} ({s.why})")
+    if plan.slots:
+        lines.append("  slots: " + ", ".join(f"{s.name} {s.spec}" for s in plan.slots))
+    lines.append(
+        f"  bridges: {len(plan.bridges)}; cuts: {len(plan.cuts)} ({sum(c.private for c in plan.cuts)} copied); "
+        f"pinned arguments: {len(plan.pinned)}" + (f", changed by segments: {len(plan.mutated)}" if plan.mutated else "")
+    )
+    lines += _steps(plan)
+    lines += _reasons(plan)
+    return "\n".join(lines)
+
+
+def step_text(step: CapturedSegment | EagerRegion) -> str:
+    """``captured  23 kernels: 7 aten.linear, 5 aten.mul.Tensor, ...``"""
+    kind = "captured" if isinstance(step, CapturedSegment) else "eager   "
+    counts = Counter(op.op for op in step.ops if op.kernel)
+    ops = ", ".join(f"{n} {op}" if n > 1 else op for op, n in counts.most_common())
+    views = sum(not op.kernel for op in step.ops)
+    return f"{kind} {step.kernels:3d} kernels: {ops or 'none'}" + (f" (+{views} views)" if views else "")
+
+
+def _steps(plan: Plan) -> list[str]:
+    """Fold runs of (captured, eager) pairs that print alike: layers."""
+    texts = [step_text(s) for s in plan.steps]
+    pairs = [tuple(texts[i : i + 2]) for i in range(0, len(texts), 2)]
+    lines, at = [], 0
+    for pair, group in groupby(pairs):
+        n = len(list(group))
+        for k, text in enumerate(pair):
+            first = at + k
+            last = first + 2 * (n - 1)
+            label = f"{first}" if n == 1 else f"{first},{first + 2}..{last}"
+            lines.append(f"  step {label:<10} {text}" + (f"  [{n} times]" if n > 1 else ""))
+        at += n * len(pair)
+    return lines
+
+
+def _reasons(plan: Plan) -> list[str]:
+    grouped: dict[tuple[str, str, str], int] = {}
+    for region in plan.regions:
+        for op in region.ops:
+            if op.reason is not None:
+                key = (op.reason.code, op.reason.text, op.where)
+                grouped[key] = grouped.get(key, 0) + 1
+    if not grouped:
+        return []
+    lines = ["  eager because:"]
+    ordered = sorted(grouped.items(), key=lambda kv: -kv[1])
+    for (code, text, where), n in ordered[:_REASONS_SHOWN]:
+        lines.append(f"    {n:3d} x {code}: {text}" + (f"  at {where}" if where else ""))
+    rest = ordered[_REASONS_SHOWN:]
+    if rest:
+        lines.append(f"    and {sum(n for _, n in rest)} more, on {len(rest)} lines")
+    return lines

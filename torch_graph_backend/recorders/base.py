@@ -1,0 +1,69 @@
+"""The recorder interface: what a device must offer so that a segment can be recorded once and replayed.
+
+Contract (design C1, C2). A *segment* is a Python callable over tensors at bucket shapes. ``capture_one`` runs its
+Python once and must execute no kernel; ``replay`` executes the recorded kernels on the recorded addresses and no
+Python of the segment. The base class holds no state. A recorder is not re-entrant: the caller holds one lock
+around ``capture_session`` and ``replay_session``.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch_graph_backend.passes.reasons import Reason
+
+Segment = Callable[..., Sequence[Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """One recorded segment: ``outputs`` are the static results (in pool memory), ``handle`` is the recorder's own.
+
+    Holding ``outputs`` keeps their memory out of the pool's free list. A caller that drops a boundary value before
+    its last reader has been recorded lets a later recording reuse the block, exactly as in a CUDA graph pool.
+    ``kernels`` counts recorded operations that execute something (0: replay is free).
+    """
+
+    outputs: tuple[Any, ...]
+    handle: Any
+    kernels: int
+
+
+class CaptureBackend(abc.ABC):
+    """Records segments on one device. See the module docstring for the contract of each method."""
+
+    @abc.abstractmethod
+    def can_run(self) -> Reason | None:
+        """Why nothing can be recorded or replayed right now, e.g. the caller is already capturing."""
+
+    @abc.abstractmethod
+    def allocate(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Memory outside the pool (slots, bridges, arenas); normal tensors even under ``inference_mode``."""
+
+    @abc.abstractmethod
+    def capture_session(self) -> AbstractContextManager[None]:
+        """Around the first, uncaptured run of a key and around its recording: same stream, same pool.
+
+        Turns off the garbage collector, gradients, inference mode and the autocast weight cache.
+        """
+
+    @abc.abstractmethod
+    def capture_one(self, segment: Segment, args: Sequence[Any]) -> Recording:
+        """Record ``segment(*args)`` without executing it. ``args`` are tensors at their final addresses."""
+
+    @abc.abstractmethod
+    def replay_session(self) -> AbstractContextManager[None]:
+        """Around one replay of all segments of a key: stream order with whoever replayed last."""
+
+    @abc.abstractmethod
+    def replay(self, recording: Recording) -> None:
+        """Execute the recorded kernels on the recorded addresses."""
+
+    @abc.abstractmethod
+    def cleanup(self) -> None:
+        """Free the pool and every recording. Replaying a recording afterwards raises."""

@@ -1,0 +1,168 @@
+"""Static buffers: their real rows, their tails, and how both are filled.
+
+Contract (C4). ``fill`` writes every row of every buffer at every replay: the real rows are copied from the source
+(one ``torch._foreach_copy_`` per dtype), then the tail of each padded dimension becomes a copy of row 0, so that tails
+hold values a real row could hold: indices stay in range, no NaN appears. It is hygiene, not the proof of padding
+safety. All views are made once per real size; a fill makes no tensor object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import sympy
+import torch
+
+from torch_graph_backend.plan import Padding, TensorSpec
+
+Sizes = Mapping[sympy.Symbol, int]
+
+
+def evaluate(expr: sympy.Expr | int, sizes: Sizes) -> int:
+    """A size expression as an int (used once a key or a real size, never in a replay)."""
+    if isinstance(expr, int) or expr.is_Integer:
+        return int(expr)
+    return int(expr.xreplace({s: sympy.Integer(v) for s, v in sizes.items()}))
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One factor of a dimension at a bucket: ``size`` entries, of which the first ``sizes[symbol]`` are real."""
+
+    size: int
+    symbol: sympy.Symbol | None = None
+
+    def real(self, sizes: Sizes) -> int:
+        return self.size if self.symbol is None else sizes[self.symbol]
+
+
+@dataclass(frozen=True)
+class Window:
+    """Where the real rows of one buffer are: per padded dimension its factors, outermost first."""
+
+    dims: tuple[tuple[int, tuple[Factor, ...]], ...]
+
+    @staticmethod
+    def at(padding: Padding, bucket: Sizes) -> Window:
+        dims = []
+        for dim, entries in padding:
+            placed = sorted((evaluate(o, bucket), s, evaluate(i, bucket)) for s, o, i in entries)
+            factors: list[Factor] = []
+            done = 1
+            for outer, symbol, _ in placed:
+                if outer > done:
+                    factors.append(Factor(outer // done))
+                factors.append(Factor(bucket[symbol], symbol))
+                done = max(outer, done) * bucket[symbol] if outer >= done else done
+            inner = placed[-1][2]
+            if inner > 1:
+                factors.append(Factor(inner))
+            dims.append((dim, tuple(factors)))
+        return Window(tuple(dims))
+
+    def real_rows(self, tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
+        """A view of the real rows; dimensions with padding inside them come split into their factors."""
+        for dim, factors in reversed(self.dims):
+            symbols = [f for f in factors if f.symbol is not None]
+            if len(symbols) == 1 and factors[0] is symbols[0]:
+                inner = factors[1].size if len(factors) > 1 else 1
+                tensor = tensor.narrow(dim, 0, symbols[0].real(sizes) * inner)
+            else:
+                tensor = tensor.unflatten(dim, [f.size for f in factors])
+                for k, f in enumerate(factors):
+                    tensor = tensor.narrow(dim + k, 0, f.real(sizes))
+        return tensor
+
+    def split_like(self, tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
+        """An unpadded tensor seen with the same splits as ``real_rows`` gives."""
+        for dim, factors in reversed(self.dims):
+            symbols = [f for f in factors if f.symbol is not None]
+            if not (len(symbols) == 1 and factors[0] is symbols[0]):
+                tensor = tensor.unflatten(dim, [f.real(sizes) for f in factors])
+        return tensor
+
+
+def buffer_strides(spec: TensorSpec, bucket: Sizes) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes and strides of a buffer: eager's strides, but dense where eager's tensor is expanded (stride 0)."""
+    shape = tuple(evaluate(s, bucket) for s in spec.shape)
+    stride = tuple(evaluate(s, bucket) for s in spec.stride)
+    if any(st == 0 and n > 1 for n, st in zip(shape, stride, strict=True)):
+        stride = tuple(torch.empty(shape, device="meta").stride())
+    return shape, stride
+
+
+class Filler:
+    """Fills a list of buffers from a list of sources of one real size."""
+
+    def __init__(self, buffers: Sequence[torch.Tensor], windows: Sequence[Window], sizes: Sizes) -> None:
+        self.real = [w.real_rows(b, sizes) for b, w in zip(buffers, windows, strict=True)]
+        groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for i, b in enumerate(buffers):
+            groups.setdefault((b.dtype, b.device), []).append(i)
+        self.groups = [(which, [self.real[i] for i in which]) for which in groups.values()]
+        self.tails = _tails(buffers, windows, sizes)
+
+    def fill(self, sources: Sequence[torch.Tensor]) -> None:
+        """Copy ``sources`` (real shapes, same dtypes) into the real rows, then row 0 into the tails."""
+        for which, targets in self.groups:
+            torch._foreach_copy_(targets, [sources[i] for i in which])
+        for targets, rows in self.tails:
+            fill_tails(targets, rows)
+
+
+def fill_tails(targets: list[torch.Tensor], rows: list[torch.Tensor]) -> None:
+    """Write row 0 (already expanded) into the tails. One place, so that tests can write poison instead."""
+    torch._foreach_copy_(targets, rows)
+
+
+def _tails(
+    buffers: Sequence[torch.Tensor], windows: Sequence[Window], sizes: Sizes
+) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """Tail views and their sources, level by level: the k-th padded dimension of every buffer, earlier ones whole."""
+    levels: dict[tuple[int, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for buffer, window in zip(buffers, windows, strict=True):
+        for k, (dim, factors) in enumerate(window.dims):
+            n, size = factors[0].real(sizes), factors[0].size
+            if n >= size:
+                continue
+            part = buffer
+            for later, f in window.dims[k + 1 :]:
+                part = part.narrow(later, 0, f[0].real(sizes))
+            tail = part.narrow(dim, n, size - n)
+            targets, rows = levels.setdefault((k, buffer.dtype), ([], []))
+            targets.append(tail)
+            rows.append(part.narrow(dim, 0, 1).expand_as(tail))
+    return [levels[k] for k in sorted(levels, key=lambda key: key[0])]
+
+
+class CutView:
+    """The real rows of one static value for one real size, with eager's strides; ``take`` hands them out."""
+
+    __slots__ = ("copy", "shape", "source", "stride", "window_split")
+
+    def __init__(self, value: torch.Tensor, spec: TensorSpec, window: Window, private: bool, sizes: Sizes) -> None:
+        self.shape = tuple(evaluate(s, sizes) for s in spec.shape)
+        self.stride = tuple(evaluate(s, sizes) for s in spec.stride)
+        self.source = window.real_rows(value, sizes)
+        self.copy = private or not self._fits(self.source)
+        self.window_split: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+        if not self.copy:
+            self.source = value.as_strided(self.shape, self.stride, self.source.storage_offset())
+        elif self.source.shape != self.shape:
+            like = window.split_like(torch.empty_strided(self.shape, self.stride, device="meta"), sizes)
+            self.window_split = tuple(like.shape), tuple(like.stride())
+
+    def _fits(self, rows: torch.Tensor) -> bool:
+        """Whether the view has eager's shape and strides (a dimension of one entry has no stride that matters)."""
+        if tuple(rows.shape) != self.shape:
+            return False
+        return all(n <= 1 or a == b for n, a, b in zip(self.shape, rows.stride(), self.stride, strict=True))
+
+    def take(self) -> torch.Tensor:
+        if not self.copy:
+            return self.source
+        out = torch.empty_strided(self.shape, self.stride, dtype=self.source.dtype, device=self.source.device)
+        target = out if self.window_split is None else out.as_strided(*self.window_split)
+        target.copy_(self.source)
+        return out
