@@ -10,7 +10,7 @@ data, random state and operations that may have hidden effects.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -176,8 +176,12 @@ def is_random(node: Node) -> bool:
     return True
 
 
-def analyse_aliases(graph: Graph) -> Aliasing:
-    """Sets, writers and memory order of a normalised graph (changes the graph: see the module docstring)."""
+def analyse_aliases(graph: Graph, is_effect: Callable[[Node], bool] = has_hidden_effects) -> Aliasing:
+    """Sets, writers and memory order of a normalised graph (changes the graph: see the module docstring).
+
+    ``is_effect(node)``: operations that keep their order among each other, and that writes to the caller's memory must
+    not overtake either way: if one raises, the caller sees what eager code would have left.
+    """
     resolve_inplace_results(graph)
     parent: dict[Node, Node] = {}
 
@@ -200,12 +204,17 @@ def analyse_aliases(graph: Graph) -> Aliasing:
         members.setdefault(s, []).append(n)
     writes = {n: frozenset(set_of[a] for a in written_args(n) if a in set_of) for n in graph.nodes}
     writes = {n: w for n, w in writes.items() if w}
-    order, version = _memory_order(graph, set_of, writes)
+    caller = {s for n, s in set_of.items() if n.op in ("placeholder", "get_attr")}
+    order, version = _memory_order(graph, set_of, writes, caller, is_effect)
     return Aliasing(set_of, {s: tuple(m) for s, m in members.items()}, writes, order, version)
 
 
 def _memory_order(
-    graph: Graph, set_of: dict[Node, int], writes: dict[Node, frozenset[int]]
+    graph: Graph,
+    set_of: dict[Node, int],
+    writes: dict[Node, frozenset[int]],
+    caller: set[int],
+    is_effect: Callable[[Node], bool],
 ) -> tuple[dict[Node, tuple[Node, ...]], dict[tuple[Node, int], int]]:
     last_write: dict[int, Node] = {}
     readers: dict[int, list[Node]] = {}
@@ -220,10 +229,12 @@ def _memory_order(
         wrote = set(writes.get(node, ()))
         if is_random(node):
             wrote.add(RANDOM)
-        if has_hidden_effects(node):
+        if is_effect(node):
             wrote.add(EFFECTS)
+        elif wrote & caller:
+            touched.add(EFFECTS)
         before: dict[Node, None] = {}
-        for s in (touched & changed) | wrote:
+        for s in (touched & (changed | {EFFECTS})) | wrote:
             version[node, s] = count.get(s, 0)
             if s in last_write:
                 before[last_write[s]] = None

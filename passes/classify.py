@@ -23,7 +23,7 @@ import sympy
 import torch
 from torch.fx import Node
 
-from .alias import Aliasing, analyse_aliases, is_tensor_value
+from .alias import Aliasing, analyse_aliases, has_hidden_effects, is_tensor_value
 from .capturable import BreakPredicate, capture_reason, is_size, name_of
 from .layout import Layout
 from .normalize import NormalGraph
@@ -93,7 +93,7 @@ def classify(
     min_kernels: int = 2,
 ) -> Classified:
     """Verdicts, phases and layouts of a normalised graph. ``moving`` names inputs that must not be pinned."""
-    aliasing = analyse_aliases(normal.graph)
+    aliasing = analyse_aliases(normal.graph, lambda n: has_hidden_effects(n) or is_break(n) is not None)
     calls = [n for n in normal.graph.nodes if n.op == "call_function"]
     output = next(n for n in normal.graph.nodes if n.op == "output")
     work = _Work(normal, aliasing, calls, list(output.all_input_nodes), moving, min_kernels)

@@ -63,9 +63,9 @@ class Layout:
         """The dimensions that carry the symbol, ascending."""
         return tuple(d for d, _ in self.axes)
 
-    def replace(self, axes: Mapping[int, Axis], **changes: object) -> Layout:
+    def replace(self, axes: Mapping[int, Axis], uniform: bool | None = None) -> Layout:
         """The same content rearranged: new axes, the claims about content kept unless given."""
-        return Layout.of(axes, **{"uniform": self.uniform, "bound": self.bound, **changes})
+        return Layout.of(axes, self.uniform if uniform is None else uniform, self.bound)
 
     def moved(self, where: Mapping[int, int] | Iterable[int]) -> Layout:
         """The layout after dimension ``d`` moved to ``where[d]``; dimensions that are not in a mapping are dropped."""
@@ -139,6 +139,7 @@ def natural(val: object, symbol: sympy.Symbol) -> Layout | None:
     return natural_of(shape_of(val), symbol)
 
 
+@lru_cache(maxsize=16384)
 def natural_of(shape: tuple[sympy.Expr, ...], symbol: sympy.Symbol) -> Layout | None:
     """``natural`` on size expressions."""
     carried = [d for d, size in enumerate(shape) if mentions(size, symbol)]

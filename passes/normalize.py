@@ -387,6 +387,7 @@ class _Normaliser:
 
     def finish(self, outputs: Any) -> NormalGraph:
         self.s.graph.output(outputs)
+        _fold_constant_copies(self.s.graph)
         _drop_dead(self.s.graph)
         return NormalGraph(
             self.s.graph,
@@ -502,6 +503,18 @@ def _storages(value: Any) -> set[int]:
     if isinstance(value, (tuple, list)):
         return set().union(*(_storages(v) for v in value)) if value else set()
     return set()
+
+
+def _fold_constant_copies(graph: Graph) -> None:
+    """``torch.tensor([])`` makes a fresh tensor at every call; where nobody changes or keeps it, the constant will do."""
+    for node in graph.nodes:
+        if node.target is aten.clone.default and node.args[0].op == "get_attr" and all(_only_reads(u) for u in node.users):
+            node.replace_all_uses_with(node.args[0])
+
+
+def _only_reads(node: Node) -> bool:
+    target = node.target
+    return isinstance(target, OpOverload) and not target._schema.is_mutable and not node.meta["aliases"]
 
 
 def _drop_dead(graph: Graph) -> None:

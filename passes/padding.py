@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import sympy
 import torch
@@ -18,7 +19,7 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from .layout import INDEPENDENT, Layout, expr_of, mentions, natural, natural_of, shape_of
-from .padding_rules_base import UNBOUNDED, Call, Entry, Operand, RefusedError, check_exact
+from .padding_rules_base import UNBOUNDED, Call, Operand, RefusedError, check_exact
 from .padding_rules_table import KNOWN, MAY_ALIAS, SIZE_READS, base_name, find_entry, is_known
 from .reasons import Reason
 
@@ -138,7 +139,7 @@ class _Interpreter:
     def natural(self, val: object) -> _Outputs:
         """Values that are padded from outside."""
         parts = val if isinstance(val, (tuple, list)) else (val,)
-        outputs = []
+        outputs: list[_Tensor | None] = []
         for part in parts:
             if isinstance(part, torch.Tensor):
                 shape = shape_of(part)
@@ -190,7 +191,9 @@ class _Interpreter:
         """The argument nodes that an operation writes to."""
         if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
             return []
-        named = dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False)) | node.kwargs
+        named: dict[str, Any] = (
+            dict(zip((a.name for a in node.target._schema.arguments), node.args, strict=False)) | node.kwargs
+        )
         names = [a.name for a in node.target._schema.arguments if a.alias_info and a.alias_info.is_write]
         return [named[name] for name in names if isinstance(named.get(name), Node)]
 
@@ -230,8 +233,8 @@ class _Interpreter:
             columns.append([replace(x, uniform=False) if mutable and x.uniform else x for x in layouts])
             obligations += conditions
             float_bound |= tainted
-        layouts = tuple(tuple(column[k] for column in columns) for k in range(len(fresh)))
-        return _Verdict(None, layouts, tuple(dict.fromkeys(obligations)), float_bound)
+        by_output = tuple(tuple(column[k] for column in columns) for k in range(len(fresh)))
+        return _Verdict(None, by_output, tuple(dict.fromkeys(obligations)), float_bound)
 
     def for_symbol(
         self, node: Node, i: int, symbol: sympy.Symbol, args: tuple, kwargs: dict, fresh: _Outputs, window: bool
@@ -247,8 +250,8 @@ class _Interpreter:
             return trivial, [], False
         if isinstance(op, OpOverload) and base_name(op) in SIZE_READS and not any(fresh):
             return trivial, [], False
-        if entry is None:
-            self.refuse_unknown(op)
+        if entry is None or not isinstance(op, OpOverload):
+            raise unknown(op)
         call = self.bind(op, i, symbol, args, kwargs, fresh)
         for name, value in call.args.items():
             if name not in entry.sizes and _size_mentions(value, symbol):
@@ -257,14 +260,8 @@ class _Interpreter:
         layouts = [returned] if isinstance(returned, Layout) else list(returned)
         if len(layouts) != len(fresh):
             raise RefusedError("the result has another structure than its rule expects", "unknown-op")
-        layouts, tainted = self.finish(call, entry, layouts, window)
+        layouts, tainted = self.finish(call, layouts, window)
         return layouts, call.obligations, tainted
-
-    @staticmethod
-    def refuse_unknown(op: object) -> None:
-        if isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags:
-            raise RefusedError("random values depend on the padded shape")
-        raise RefusedError("no padding rule is known for this operation", "unknown-op")
 
     @staticmethod
     def bind(op: OpOverload, i: int, symbol: sympy.Symbol, args: tuple, kwargs: dict, fresh: _Outputs) -> Call:
@@ -272,9 +269,10 @@ class _Interpreter:
 
         def seen(value: object) -> object:
             if isinstance(value, _Tensor):
-                if value.layouts[i] is None:
+                layout = value.layouts[i]
+                if layout is None:
                     raise RefusedError(f"an argument of sizes {list(value.shape)} cannot be laid out", "derived-size")
-                return Operand(value.shape, value.dtype, value.layouts[i])
+                return Operand(value.shape, value.dtype, layout)
             return tuple(seen(v) for v in value) if isinstance(value, tuple) else value
 
         bound: dict[str, object] = {}
@@ -284,15 +282,16 @@ class _Interpreter:
         shapes = tuple(None if t is None else t.shape for t in fresh)
         return Call(op, symbol, bound, shapes, tuple(None if t is None else t.dtype for t in fresh))
 
-    def finish(self, call: Call, entry: Entry, layouts: list[Layout], window: bool) -> tuple[list[Layout], bool]:
+    def finish(self, call: Call, layouts: list[Layout], window: bool) -> tuple[list[Layout], bool]:
         """Check the outputs, keep unknown bounds, and hold a written argument to its own layout."""
         operands = call.tensors()
         bounded = any(o.layout.bound is not None for o in operands)
         recast = self.float_bound and any(o.carries and o.dtype.is_floating_point for o in operands)
         for k, layout in enumerate(layouts):
-            if call.outs[k] is None:
+            dtype = call.dtypes[k]
+            if dtype is None:
                 continue
-            whole = call.dtypes[k] is not None and not call.dtypes[k].is_floating_point
+            whole = not dtype.is_floating_point
             if layout.axes and layout.bound is None and (bounded or (recast and whole)):
                 layouts[k] = replace(layout, bound=UNBOUNDED)
             check_exact(call, k, layouts[k])
@@ -314,6 +313,13 @@ class _Interpreter:
         if tainted and not target.dtype.is_floating_point:
             raise RefusedError("indices that count on in padded rows are written to memory")
         return [Layout(target.layout.axes, False, target.layout.bound)], tainted
+
+
+def unknown(op: object) -> RefusedError:
+    """Why an operation without a rule is refused."""
+    if isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags:
+        return RefusedError("random values depend on the padded shape")
+    return RefusedError("no padding rule is known for this operation", "unknown-op")
 
 
 def _involves(value: object, symbol: sympy.Symbol) -> bool:

@@ -7,8 +7,9 @@ in ``sizes``: then the rule (or the exactness check of every output) answers for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import sympy
 import torch
@@ -44,6 +45,10 @@ class Operand:
         """The axis of ``dim`` (already non-negative)."""
         return self.layout.get(dim)
 
+    def moved(self, where: Mapping[int, int]) -> dict[int, Axis]:
+        """The axes of some dimensions, at their place in a result."""
+        return {where[d]: axis for d, axis in self.layout.axes if d in where}
+
     @property
     def carries(self) -> bool:
         return bool(self.layout.axes)
@@ -60,12 +65,12 @@ class Call:
 
     op: OpOverload
     symbol: sympy.Symbol
-    args: dict[str, object]
+    args: dict[str, Any]
     outs: tuple[tuple[sympy.Expr, ...] | None, ...]
     dtypes: tuple[torch.dtype | None, ...]
     obligations: list[sympy.Basic] = field(default_factory=list)
 
-    def get(self, name: str, default: object = None) -> object:
+    def get(self, name: str, default: Any = None) -> Any:
         """An argument by schema name; ``default`` if the schema has none of that name."""
         return self.args.get(name, default)
 

@@ -51,8 +51,8 @@ def linear(call: Call) -> Layout:
     forbid(x, [x.ndim - 1], SUM)
     forbid(weight, [weight.ndim - 1], SUM)
     axes = dict(x.layout.axes)
-    if weight.ndim == 2 and weight.axis(0) is not None:
-        axes[last] = weight.axis(0)
+    if weight.ndim == 2:
+        axes |= weight.moved({0: last})
     operands = [Operand(call.out, x.dtype, Layout.of(axes))]
     if isinstance(call.get("bias"), Operand):
         operands.append(call.tensor("bias"))

@@ -24,8 +24,7 @@ def embedding(call: Call) -> Layout:
     forbid(weight, [0], "looks up rows of")
     call.in_range(indices, weight.shape[0])
     axes = dict(indices.layout.axes)
-    if weight.axis(1) is not None:
-        axes[indices.ndim] = weight.axis(1)
+    axes |= weight.moved({1: indices.ndim})
     return Layout.of(axes)
 
 
@@ -36,8 +35,7 @@ def index_select(call: Call) -> Layout:
     forbid(x, [dim], "looks up rows of")
     call.in_range(index, x.shape[dim])
     axes = dict(x.layout.axes)
-    if index.axis(0) is not None:
-        axes[dim] = index.axis(0)
+    axes |= index.moved({0: dim})
     return Layout.of(axes)
 
 
@@ -59,9 +57,7 @@ def gather(call: Call) -> Layout:
     _aligned(call, x, index, dim)
     call.in_range(index, x.shape[dim] if x.shape else sympy.Integer(1))
     axes = dict(x.layout.axes)
-    if index.ndim and index.axis(dim) is not None:
-        axes[dim] = index.axis(dim)
-    return Layout.of(axes)
+    return Layout.of(axes | index.moved({dim: dim}))
 
 
 def _indexed(call: Call, x: Operand) -> tuple[list[int], list[Operand], dict[int, Axis], int]:
@@ -79,8 +75,7 @@ def _indexed(call: Call, x: Operand) -> tuple[list[int], list[Operand], dict[int
     axes = {first + d: axis for d, axis in broadcast(call, indices, together).items()}
     rest = [d for d in range(x.ndim) if d not in dims]
     for position, d in enumerate(rest):
-        if x.axis(d) is not None:
-            axes[position + (together if position >= first else 0)] = x.axis(d)
+        axes |= x.moved({d: position + (together if position >= first else 0)})
     return dims, indices, axes, first
 
 

@@ -18,9 +18,9 @@ UNTAGGED = (
     "isclose", "isreal", "arccos", "arcsin", "arctan", "arcsinh", "arccosh", "arctanh", "special_expit",
     "special_exp2", "special_expm1", "special_erf", "special_erfc", "special_log1p", "special_xlogy",
     "special_digamma", "special_gammaln", "special_logit", "special_round", "special_sinc", "silu_backward",
-    "softplus_backward", "hardswish_backward", "elu_backward", "hardtanh_backward", "max.other", "where.Scalar", "where.ScalarOther", "where.ScalarSelf", "where.self", "min.other",
-    "masked_fill.Scalar", "masked_fill.Tensor", "bitwise_not", "conj", "_conj", "resolve_conj", "resolve_neg",
-    "conj_physical", "real", "imag",
+    "softplus_backward", "hardswish_backward", "elu_backward", "hardtanh_backward", "max.other", "where.Scalar",
+    "where.ScalarOther", "where.ScalarSelf", "where.self", "min.other", "masked_fill.Scalar", "masked_fill.Tensor",
+    "bitwise_not", "conj", "_conj", "resolve_conj", "resolve_neg", "conj_physical", "real", "imag",
 )  # fmt: skip
 
 #: Operations whose result has the values of ``self`` (perhaps in another dtype, place or memory format).

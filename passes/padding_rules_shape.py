@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import sympy
 
@@ -11,6 +12,14 @@ from .layout import ONE, PLAIN, Axis, Layout, canonical, exact_quotient, mention
 from .padding_rules_base import Call, Operand, RefusedError, broadcast, content, drop, for_outputs, forbid, rule
 
 Shape = tuple[sympy.Expr, ...]
+
+
+def prefix(call: Call, size: sympy.Expr) -> Axis:
+    """The axis of a dim whose entries count from the front, whatever its size is a multiple of."""
+    axis = canonical(size, call.symbol)
+    if axis is None:
+        raise RefusedError(f"a dim of size {size}, which is not a multiple of the padded size", "derived-size")
+    return axis
 
 
 @lru_cache(maxsize=4096)
@@ -55,10 +64,7 @@ def view(call: Call) -> Layout:
         return view_dtype(call)
     x = call.tensor("self")
     if x.layout.uniform:
-        axes = {d: canonical(size, call.symbol) for d, size in enumerate(call.out) if call.carried(size)}
-        if None in axes.values():
-            raise RefusedError(f"cannot lay out the sizes {list(call.out)}", "derived-size")
-        return x.layout.replace(axes)
+        return x.layout.replace({d: prefix(call, size) for d, size in enumerate(call.out) if call.carried(size)})
     found = reshaped(x.shape, call.out, x.layout.axes, call.symbol)
     if found is None:
         raise RefusedError(f"the padding does not stay in one dim when {list(x.shape)} becomes {list(call.out)}")
@@ -130,10 +136,7 @@ def expanded(call: Call, x: Operand, shape: Shape) -> Layout:
     axes = {d + offset: axis for d, axis in x.layout.axes}
     for d, size in enumerate(shape):
         if d not in axes and call.carried(size):
-            axis = canonical(size, call.symbol)
-            if axis is None:
-                raise RefusedError(f"expands to {size}, which is not a multiple of the padded size", "derived-size")
-            axes[d] = axis
+            axes[d] = prefix(call, size)
     return x.layout.replace(axes, uniform=x.constant)
 
 
@@ -153,7 +156,9 @@ def meshgrid(call: Call) -> Sequence[Layout]:
     order = list(range(len(call.out)))
     if call.get("indexing") == "xy" and len(order) > 1:
         order[:2] = [1, 0]
-    axes = {order[k]: x.axis(0) for k, x in enumerate(call.tensors()) if x.carries}
+    axes: dict[int, Axis] = {}
+    for k, x in enumerate(call.tensors()):
+        axes |= x.moved({0: order[k]})
     bounds = [x.layout.bound for x in call.tensors()]
     return [Layout.of(axes, bound=bound) for bound in bounds]
 
@@ -171,10 +176,7 @@ def repeat(call: Call) -> Layout:
         if axis is not None:
             axes[d] = Axis(times[d] * axis.outer, axis.inner)
         elif call.carried(size):
-            axis = canonical(size, call.symbol)
-            if axis is None:
-                raise RefusedError(f"repeats to {size}, which is not a multiple of the padded size", "derived-size")
-            axes[d] = axis
+            axes[d] = prefix(call, size)
     return x.layout.replace(axes)
 
 
@@ -209,11 +211,11 @@ def unbind(call: Call) -> Sequence[Layout]:
     return for_outputs(call, drop(x.layout, [dim]))
 
 
-def _integer(value: object) -> object:
+def _integer(value: Any) -> Any:
     return int(value) if isinstance(value, sympy.Integer) else value
 
 
-def _from_front(call: Call, start: object) -> None:
+def _from_front(call: Call, start: Any) -> None:
     """A position must count from the front and must not depend on the padded size."""
     start = _integer(start)
     if start is None:
@@ -273,9 +275,7 @@ def _size_used(call: Call, *names: str) -> bool:
 def _prefix(call: Call, x: Operand, dim: int, start: sympy.Expr, step: int) -> Layout:
     """The first rows of a dimension that does not carry, as many as a multiple of the padded size."""
     size = call.out[dim]
-    axis = canonical(size, call.symbol)
-    if axis is None:
-        raise RefusedError(f"cuts to {size}, which is not a multiple of the padded size", "derived-size")
+    axis = prefix(call, size)
     call.oblige(sympy.Le(start + step * (size - 1) + 1, x.shape[dim]))
     bound = x.layout.bound
     if bound is None and not x.dtype.is_floating_point:

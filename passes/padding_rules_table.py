@@ -31,10 +31,9 @@ def find_entry(op: object) -> Entry | None:
     """The rule of an overload: by name, by tag, or the functional rule of an in-place operation."""
     if not isinstance(op, OpOverload) or (torch.Tag.nondeterministic_seeded in op.tags and not _deterministic_form(op)):
         return None
-    cached = _ENTRIES.get(op, False)
-    if cached is False:
-        cached = _ENTRIES[op] = _find_entry(op)
-    return cached
+    if op not in _ENTRIES:
+        _ENTRIES[op] = _find_entry(op)
+    return _ENTRIES[op]
 
 
 _ENTRIES: dict[OpOverload, Entry | None] = {}

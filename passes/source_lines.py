@@ -21,6 +21,15 @@ def user_line(stack_trace: str | None) -> str:
     return f"{os.path.basename(frame['file'])}:{frame['line']} in {frame['func']}: {frame['code'].strip()}"
 
 
+def function_name(stack_trace: str | None) -> str:
+    """``"forward (model.py:10)"``: the outermost ``forward`` in a stack trace, else its outermost frame."""
+    frames = list(_FRAME.finditer(stack_trace or ""))
+    if not frames:
+        return ""
+    frame = next((f for f in frames if f["func"] == "forward"), frames[0])
+    return f"{frame['func']} ({os.path.basename(frame['file'])}:{frame['line']})"
+
+
 def where(node: Node) -> str:
     """The user's line of a normalised node (cached in ``meta["where"]``)."""
     found = node.meta.get("where")

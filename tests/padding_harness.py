@@ -14,13 +14,17 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from torch_graph_backend.passes.layout import Layout
+from torch_graph_backend.passes.layout import Layout, expr_of
 from torch_graph_backend.passes.padding import PaddingResult, analyse
 
 HINT = {"T": 7, "B": 5}
 REAL = {"T": 5, "B": 3}
 BUCKET = {"T": 8, "B": 4}
 FILLS = ("row0", "random", "nan")
+
+
+class EagerFailsError(Exception):
+    """The function itself does not run at the real size, so there is nothing to compare with."""
 
 
 @dataclass
@@ -33,8 +37,10 @@ class Traced:
 
     def refused(self) -> dict[str, str]:
         """Refused nodes: packet name -> reason code."""
-        names = {n: getattr(getattr(n.target, "overloadpacket", n.target), "__name__", str(n.target)) for n in
-                 self.result.reasons}
+        names = {
+            n: getattr(getattr(n.target, "overloadpacket", n.target), "__name__", str(n.target))
+            for n in self.result.reasons
+        }
         return {names[n]: reason.code for n, reason in self.result.reasons.items()}
 
 
@@ -65,9 +71,13 @@ def trace(function: Callable[..., object], specs: Sequence[str]) -> tuple[GraphM
         context = StatelessSymbolicContext(dynamic_sizes=dynamic, constraint_sizes=[None] * len(dims))
         fake = mode.from_tensor(tensor(spec, HINT, i), symbolic_context=context, source=ConstantSource(f"a{i}"))
         fakes.append(fake)
-        symbols |= {d: fake.shape[k].node.expr for k, d in enumerate(dims) if isinstance(d, str)}
     with mode, enable_python_dispatcher():
         gm = make_fx(function, pre_dispatch=True, _allow_non_fake_inputs=True)(*fakes)
+    for fake, spec in zip(fakes, specs, strict=True):  # after tracing, so that a specialised size shows
+        symbols |= {d: expr_of(fake.shape[k]) for k, d in enumerate(parse(spec)[0]) if isinstance(d, str)}
+    for node in reversed(gm.graph.nodes):
+        if node.op == "call_function" and not node.users and "val" not in node.meta:
+            gm.graph.erase_node(node)  # left behind by an operation that raised
     assert all(isinstance(s, sympy.Symbol) for s in symbols.values()), "the function specialised a size"
     return gm, symbols
 
@@ -133,10 +143,10 @@ def fill(value: torch.Tensor, layouts: dict[sympy.Symbol, Layout], bucket: dict,
 
 
 def check(traced: Traced, specs: Sequence[str], how: str) -> int:
-    """Run at the real size and at the bucket in lockstep; every safe node must agree on real rows. Returns how many did.
+    """Run at the real size and at the bucket in lockstep; every safe node must agree on real rows.
 
-    A refused node runs on real rows and is padded again. The run stops at a refused write: what it does to memory is
-    the runtime's matter.
+    Returns how many results were compared. A refused node runs on real rows and is padded again. The run stops at a
+    refused write: what it does to memory is the runtime's matter.
     """
     real = {s: REAL[name] for name, s in traced.symbols.items()}
     bucket = {s: BUCKET[name] for name, s in traced.symbols.items()}
@@ -159,7 +169,10 @@ def check(traced: Traced, specs: Sequence[str], how: str) -> int:
         if isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             env_n[node], env_b[node] = evaluate(val.node.expr, real), evaluate(val.node.expr, bucket)
             continue
-        env_n[node] = run(node, env_n)
+        try:
+            env_n[node] = run(node, env_n)
+        except (RuntimeError, IndexError) as error:
+            raise EagerFailsError(node.format_node()) from error
         if node in traced.result.reasons:
             if getattr(getattr(node.target, "_schema", None), "is_mutable", False):
                 return checked
@@ -189,6 +202,7 @@ def run(node: Node, env: dict[Node, object]) -> object:
 
 def padded(value: object, layouts: Sequence[dict], bucket: dict, how: str) -> object:
     """A refused node's result on real rows, padded from outside where it can be."""
+
     def one(part: object, layout: dict) -> object:
         whole = isinstance(part, torch.Tensor) and len(layout) == len(bucket)
         return fill(part, layout, bucket, how) if whole else part
@@ -200,4 +214,6 @@ def padded(value: object, layouts: Sequence[dict], bucket: dict, how: str) -> ob
 
 def compare(got: torch.Tensor, want: torch.Tensor, layout: dict, real: dict, bucket: dict, node: Node) -> None:
     kept = cut(got, layout, real, bucket)
-    torch.testing.assert_close(kept, want, rtol=1e-4, atol=1e-4, equal_nan=True, msg=lambda m: f"{node.format_node()}\n{m}")
+    torch.testing.assert_close(
+        kept, want, rtol=1e-4, atol=1e-4, equal_nan=True, msg=lambda m: f"{node.format_node()}\n{m}"
+    )

@@ -29,7 +29,9 @@ SETTLED = demo_report.Counts(
 def report(*, equal: bool = True, replays: int = 2) -> demo_report.Report:
     counts = demo_report.Counts(**{**vars(SETTLED), "replays": replays})
     row = demo_report.Row("prompt 1", 5, "Hi?", "Ho.", equal, None if equal else "Ha.")
-    return demo_report.Report("v", [row], [demo_report.Timing("prompt 1", 1, 5, 1.0, 2.0, 0.5)], counts, 3.0)
+    return demo_report.Report(
+        "v", [row], [demo_report.Timing("prompt 1", 1, 5, 1.0, 2.0, 0.5)], counts, ["plan A"], 3.0
+    )
 
 
 # -- the command line ------------------------------------------------------------------------------------------------
@@ -145,7 +147,7 @@ def test_verdict_needs_equal_tokens_and_a_replay(capsys: pytest.CaptureFixture[s
         (report(replays=0), "nothing was replayed"),
     ):
         assert not bad.ok
-        demo_report.show(bad, plans=[])
+        demo_report.show(bad)
         assert f"FAILED: {message}" in capsys.readouterr().out
 
 
@@ -157,7 +159,7 @@ def test_report_shows_every_number(
         pytest.importorskip("rich")
     else:
         monkeypatch.setattr(demo_report.importlib.util, "find_spec", lambda name: None)
-    demo_report.show(report(), plans=["plan A"])
+    demo_report.show(report())
     shown = capsys.readouterr().out
     for text in ("'Ho.'", "tokens equal: yes", "plan A", "eager: grad", "12.5%", "0.50", "OK"):
         assert text in shown
@@ -212,7 +214,7 @@ def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
     model = transformers.LlamaForCausalLM(config).eval()
     monkeypatch.setattr(demo_model, "check_packages", lambda: None)
     monkeypatch.setattr(demo_model, "weights", lambda model_dir: Path("small.gguf"))
-    monkeypatch.setattr(demo_model, "load", lambda gguf, bars: (LetterTokenizer(), model))
+    monkeypatch.setattr(demo_model, "load", lambda gguf: (LetterTokenizer(), model))
 
 
 @pytest.mark.usefixtures("small_model")

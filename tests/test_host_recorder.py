@@ -166,7 +166,6 @@ SEGMENTS: dict[str, Callable[[torch.Tensor], Tensors]] = {
     "layer-norm": lambda x: torch.native_layer_norm(x, [6], torch.ones(6), torch.zeros(6), 1e-5),
     "batch-norm": lambda x: (F.batch_norm(x, torch.zeros(6), torch.ones(6), training=True),),
     "optional-result": lambda x: (LSTM(x.view(4, 1, 6))[0],),
-    "overlapping-allocation": lambda x: (torch.empty_strided((3, 2), (0, 1)).t()[:, 0].fill_(2.0),),
     "cat": lambda x: (torch.cat([x, x * 2], 1), torch.stack([x, x])),
     "foreach": foreach,
     "scatters": scatters,
@@ -179,7 +178,11 @@ SEGMENTS: dict[str, Callable[[torch.Tensor], Tensors]] = {
     "int": lambda x: (x.long(), x.argmax(1), torch.arange(7), x.int() // 2),
     "bfloat16": lambda x: (x.bfloat16(), x.bfloat16() @ x.bfloat16().t()),
     "complex": lambda x: (torch.complex(x, x + 1), torch.fft.fft(x), torch.complex(x, x).conj() * 2),
-    "lazy-conjugate": lambda x: (torch.complex(x, x).conj(), torch.complex(x, x).conj().imag),
+    "lazy-conjugate": lambda x: (
+        torch.complex(x, x).conj(),
+        torch.complex(x, x).conj().imag,
+        torch.complex(x, x).conj().imag + 1,
+    ),
     "zero-size": lambda x: (x[:0] + 1, torch.zeros(0, 3), torch.cat([x[:0], x])),
     "non-contiguous": lambda x: (x.t() + 1, torch.empty_like(x.t()).copy_(x.t()), x.t().clone()),
     "channels-last": lambda x: (F.conv2d(x.view(1, 1, 4, 6), torch.ones(2, 1, 3, 3)),),
@@ -496,6 +499,19 @@ def test_a_custom_operation_that_writes_and_returns_is_run_by_the_replay(recorde
     assert not runs
     recorder.replay(recording)
     assert out.tolist() == [1.0, 1.0] and recording.outputs[0].tolist() == [2.0, 2.0] and runs == [1]
+
+
+def test_an_allocation_keeps_overlapping_strides(recorder: HostRecorder) -> None:
+    recording = recorder.capture_one(lambda: (torch.empty_strided((3, 2), (0, 1)),), [])
+    assert recording.outputs[0].stride() == (0, 1)
+
+
+def test_a_default_device_does_not_reach_the_recorders_own_memory(recorder: HostRecorder) -> None:
+    x = torch.ones(2)
+    with torch.device("meta"):
+        recording = recorder.capture_one(lambda x: (x + 1,), [x])
+        recorder.replay(recording)
+    assert recording.outputs[0].tolist() == [2.0, 2.0]
 
 
 def test_an_expanded_result_gets_memory_of_its_own(recorder: HostRecorder) -> None:

@@ -182,7 +182,7 @@ def _dims(spec: TensorSpec, sizes: Sizes) -> tuple[tuple[int, ...], tuple[int, .
 
 def _extent(t: torch.Tensor) -> tuple[int, int, int]:
     """Storage address, first byte and one past the last byte that a tensor can touch."""
-    if t.numel() == 0:
+    if t.numel() == 0 or hasattr(t, "__tensor_flatten__"):  # a wrapper subclass has no memory of its own
         return -1, 0, 0
     span = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
     start = t.storage_offset() * t.element_size()

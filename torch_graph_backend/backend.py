@@ -23,6 +23,7 @@ from torch_graph_backend.ledger import log
 from torch_graph_backend.passes.classify import Classified, classify
 from torch_graph_backend.passes.normalize import NormalGraph, NormaliseError, normalise
 from torch_graph_backend.passes.reasons import Reason
+from torch_graph_backend.passes.source_lines import function_name
 from torch_graph_backend.passes.symbols import unreadable
 from torch_graph_backend.passes.torch_api import TracingContext
 from torch_graph_backend.plan import Plan
@@ -36,7 +37,7 @@ def bcg(gm: GraphModule, example_inputs: Sequence[Any], *, options: Any = None, 
     and, under ``strict=True``, if nothing can be captured."""
     config = Config.parse(options, mode)
     codes = TracingContext.get_traced_code() or []
-    graph = _Compiler(gm, _name(codes), config).compile()
+    graph = _Compiler(gm, _name(gm, codes), config).compile()
     weights = [t for t in example_inputs if isinstance(t, torch.nn.Parameter)]
     weights += [t for t in example_inputs if isinstance(t, torch.Tensor) and not isinstance(t, torch.nn.Parameter)]
     registry.remember(graph, codes, weights)
@@ -54,9 +55,12 @@ def reset() -> None:
 bcg.reset = reset  # type: ignore[attr-defined]
 
 
-def _name(codes: Sequence[Any]) -> str:
-    if not codes:
-        return "graph"
+def _name(gm: GraphModule, codes: Sequence[Any]) -> str:
+    """How a graph is called in texts: the user's ``forward`` (decorators in between are no help), or the function."""
+    trace = next((n.meta.get("stack_trace") for n in gm.graph.nodes if n.op.startswith("call") and n.meta.get("stack_trace")), "")
+    name = function_name(trace)
+    if name.startswith("forward") or not codes:
+        return name or "graph"
     return f"{codes[0].co_name} ({os.path.basename(codes[0].co_filename)}:{codes[0].co_firstlineno})"
 
 

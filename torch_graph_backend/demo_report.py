@@ -69,6 +69,7 @@ class Report:
     rows: list[Row]
     times: list[Timing]
     counts: Counts
+    plans: list[str]
     seconds: float
 
     @property
@@ -77,11 +78,11 @@ class Report:
         return all(row.tokens_equal for row in self.rows) and self.counts.replays > 0
 
 
-def show(report: Report, *, plans: Sequence[Any]) -> None:
+def show(report: Report) -> None:
     """Print the report: texts, segments, counts, times, and the verdict last."""
     for row in report.rows:
         _show_row(row)
-    for plan in plans:
+    for plan in report.plans:
         print(f"\n{plan}")
     _table("calls of compiled graphs", ("what", "number"), _count_rows(report.counts))
     _table("seconds for each generate", TIME_COLUMNS, _time_rows(report.times))

@@ -191,12 +191,18 @@ class Frame:
     def own(self, value: Any) -> Any:
         """An eager result as the caller may keep it: copied if it lies in memory that the next call overwrites."""
         if isinstance(value, torch.Tensor):
-            if value.layout is torch.strided and value.untyped_storage().data_ptr() in self.entry.owned:
-                return value.clone()
-            return value
+            return value.clone() if self._ours(value) else value
         if isinstance(value, (tuple, list)):
             return type(value)([self.own(v) for v in value])
         return value
+
+
+    def _ours(self, tensor: torch.Tensor) -> bool:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and hasattr(tensor, "__tensor_flatten__"):
+            return any(self._ours(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+        if tensor.layout is not torch.strided:
+            return False
+        return tensor.untyped_storage().data_ptr() in self.entry.owned
 
 
 class FirstFrame(Frame):

@@ -58,19 +58,18 @@ def _steps(plan: Plan) -> list[str]:
 
 
 def _reasons(plan: Plan) -> list[str]:
-    grouped: dict[tuple[str, str, str], int] = {}
+    grouped: dict[tuple[str, str, str], list[str]] = {}
     for region in plan.regions:
         for op in region.ops:
             if op.reason is not None:
-                key = (op.reason.code, op.reason.text, op.where)
-                grouped[key] = grouped.get(key, 0) + 1
+                grouped.setdefault((op.reason.code, op.op, op.where), []).append(op.reason.text)
     if not grouped:
         return []
     lines = ["  eager because:"]
-    ordered = sorted(grouped.items(), key=lambda kv: -kv[1])
-    for (code, text, where), n in ordered[:_REASONS_SHOWN]:
-        lines.append(f"    {n:3d} x {code}: {text}" + (f"  at {where}" if where else ""))
+    ordered = sorted(grouped.items(), key=lambda kv: -len(kv[1]))
+    for (code, _, where), texts in ordered[:_REASONS_SHOWN]:
+        lines.append(f"    {len(texts):3d} x {code}: {texts[0]}" + (f"  at {where}" if where else ""))
     rest = ordered[_REASONS_SHOWN:]
     if rest:
-        lines.append(f"    and {sum(n for _, n in rest)} more, on {len(rest)} lines")
+        lines.append(f"    and {sum(len(t) for _, t in rest)} more, on {len(rest)} lines")
     return lines
