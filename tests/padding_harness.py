@@ -115,6 +115,8 @@ def evaluate(expr: object, sizes: dict[sympy.Symbol, int]) -> object:
     value = sympy.sympify(expr).subs(sizes)
     if value in (sympy.true, sympy.false):
         return bool(value)
+    if not value.is_number:
+        raise EagerFailsError(f"{expr} holds a symbol that tracing has replaced")
     return int(value) if value.is_Integer else float(value)
 
 
@@ -208,6 +210,8 @@ def padded(value: object, layouts: Sequence[dict], bucket: dict, how: str) -> ob
         return fill(part, layout, bucket, how) if whole else part
 
     if isinstance(value, (tuple, list)):
+        if len(value) != len(layouts):
+            raise EagerFailsError("the number of results differs from the traced one")
         return [one(p, layout) for p, layout in zip(value, layouts, strict=True)]
     return one(value, layouts[0]) if layouts else value
 
