@@ -53,7 +53,8 @@ class Verdict:
 @dataclass(frozen=True)
 class Classified:
     """What the plan is built from. ``private`` lists captured values that eager code or the caller must get as a
-    copy of their own; ``layouts`` gives, per captured node and output, where the padding is."""
+    copy of their own; ``layouts`` gives, per captured node and output, where the padding is; ``conditions`` on sizes
+    must hold at the bucket, else a captured node would read out of bounds."""
 
     verdicts: dict[Node, Verdict]
     phases: tuple[Phase, ...]
@@ -61,6 +62,7 @@ class Classified:
     layouts: dict[Node, tuple[dict[sympy.Symbol, Layout], ...]]
     aliasing: Aliasing
     private: frozenset[Node]
+    conditions: tuple[sympy.Basic, ...]
 
 
 @dataclass
@@ -114,7 +116,9 @@ def classify(
         if not _small_segments(work, phases):
             break
     verdicts = {n: _verdict(work, n) for n in calls}
-    return Classified(verdicts, phases, symbols, padding.layouts, aliasing, _private(work))
+    must_hold = (c for n, found in padding.obligations.items() if verdicts[n].kind == "capture" for c in found)
+    conditions = tuple(dict.fromkeys(must_hold))
+    return Classified(verdicts, phases, symbols, padding.layouts, aliasing, _private(work), conditions)
 
 
 def _verdict(work: _Work, node: Node) -> Verdict:
@@ -274,7 +278,9 @@ def _small_segments(work: _Work, phases: tuple[Phase, ...]) -> bool:
         island = 0 < i < last and kernels < work.min_kernels and not any(is_dense(n) for n in phase.nodes)
         if kernels == 0 or island:
             changed |= work.refuse(
-                phase.nodes, "small-segment", f"is in a segment of {kernels} kernels, too small to pay"
+                phase.nodes,
+                "small-segment",
+                f"is in a segment with {kernels} kernel{'s' * (kernels != 1)}, too small to pay",
             )
     if changed:
         _follow_tuples(work)

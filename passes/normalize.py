@@ -238,7 +238,10 @@ class _Normaliser:
         return self.unpack(new, new.meta["val"])
 
     def region(self, gm: GraphModule, members: list[Node], env: dict[Node, Any]) -> None:
-        """Trace several Dynamo nodes as one: a ``vmap`` region has no meaning node by node."""
+        """Trace several Dynamo nodes as one: a ``vmap`` region has no meaning node by node.
+
+        Not before dispatch, where the operations on batched tensors would be seen instead of what they become.
+        """
         inside = set(members)
         outside = [a for n in members for a in n.all_input_nodes if a not in inside]
         outside = list(dict.fromkeys(outside))
@@ -277,7 +280,7 @@ class _Normaliser:
         except TypeError:  # an unhashable constant: trace it on its own
             key, template = None, None
         if template is None:
-            template = self.trace(function, leaves, args, kwargs)
+            template = self.trace(function, leaves, args, kwargs, pre_dispatch=memo)
             self.s.traced += 1
             if key is not None:
                 self.s.templates[key] = template
@@ -292,7 +295,9 @@ class _Normaliser:
         template = self.trace(function, [], args, kwargs)
         return self.instantiate(template, [], node)
 
-    def trace(self, function: Callable[..., Any], leaves: list[Node], args: Any, kwargs: Any) -> _Template:
+    def trace(
+        self, function: Callable[..., Any], leaves: list[Node], args: Any, kwargs: Any, pre_dispatch: bool = True
+    ) -> _Template:
         position = {n: i for i, n in enumerate(leaves)}
 
         def body(*values: Any) -> Any:
@@ -300,15 +305,8 @@ class _Normaliser:
             return function(*a, **k)
 
         fakes = self.distinct([n.meta["val"] for n in leaves])
-        gm = make_fx(body, tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True)(*fakes)
-        for n in gm.graph.nodes:
-            if (
-                isinstance(n.target, OpOverload)
-                and torch.Tag.inplace_view in n.target.tags
-                and n.target is not aten.detach_.default
-            ):
-                text = f"{n.target} changes the shape or strides of a tensor in place"
-                raise NormaliseError(Reason("metadata-mutation", text))
+        gm = make_fx(body, tracing_mode="real", pre_dispatch=pre_dispatch, _allow_non_fake_inputs=True)(*fakes)
+        _functional_views(gm.graph)
         constants = {str(n.target): getattr(gm, str(n.target)) for n in gm.graph.nodes if n.op == "get_attr"}
         _note_aliases(gm.graph)
         return _Template(gm.graph, constants)
@@ -487,6 +485,33 @@ def _mode_key() -> Any:
     return states, torch.get_default_dtype()
 
 
+def _functional_views(graph: Graph) -> None:
+    """``squeeze_`` and the like on a value made in this trace become plain views; on an argument they are refused."""
+    for node in list(graph.nodes):
+        target = node.target
+        if (
+            not isinstance(target, OpOverload)
+            or torch.Tag.inplace_view not in target.tags
+            or target is aten.detach_.default
+        ):
+            continue
+        packet = getattr(aten, target.overloadpacket.__name__.removesuffix("_"), None)
+        plain = getattr(packet, target._overloadname, None)
+        if node.args[0].op != "call_function" or plain is None:
+            text = f"{target} changes the shape or strides of a tensor in place"
+            raise NormaliseError(Reason("metadata-mutation", text))
+        node.target = plain
+        later = set(_after(node))
+        node.args[0].replace_all_uses_with(node, delete_user_cb=lambda user, later=later: user in later)
+
+
+def _after(node: Node) -> Iterator[Node]:
+    current = node.next
+    while current.op != "root":
+        yield current
+        current = current.next
+
+
 def _note_aliases(graph: Graph) -> None:
     """``meta["aliases"]``: the inputs whose storage a result shares, seen on the fake tensors of this trace.
 
@@ -508,7 +533,11 @@ def _storages(value: Any) -> set[int]:
 def _fold_constant_copies(graph: Graph) -> None:
     """``torch.tensor([])`` makes a fresh tensor at every call; where nobody changes or keeps it, the constant will do."""
     for node in graph.nodes:
-        if node.target is aten.clone.default and node.args[0].op == "get_attr" and all(_only_reads(u) for u in node.users):
+        if (
+            node.target is aten.clone.default
+            and node.args[0].op == "get_attr"
+            and all(_only_reads(u) for u in node.users)
+        ):
             node.replace_all_uses_with(node.args[0])
 
 

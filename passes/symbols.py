@@ -128,9 +128,8 @@ def classify_symbols(
     mutated = frozenset(n for n in aliasing.set_of if aliasing.written(n))
     gains: dict[sympy.Symbol, int] = {}
     candidates = [s for s in places if s in rows and s not in pinned]
-    has_dense = any(shape_symbols(n.meta["val"]) for n in dense)
     for symbol in candidates:
-        gains[symbol] = _gain(graph, symbol, dense if has_dense else None, eager, mutated)
+        gains[symbol] = _gain(graph, symbol, dense or None, eager, mutated)
     best = [s for s in sorted(gains, key=lambda s: -gains[s]) if gains[s] > 0][:MAX_BUCKETED]
     return tuple(_info(s, places[s], s in best, pinned.get(s), gains.get(s), rows) for s in places)
 

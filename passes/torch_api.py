@@ -27,6 +27,7 @@ __all__ = [
     "OpOverloadPacket",
     "PythonPrinter",
     "TracingContext",
+    "clear_cublas_workspaces",
     "data_ptrs_equal",
     "dispatch_mode_active",
     "enable_python_dispatcher",
@@ -55,6 +56,11 @@ def data_ptrs_equal(tensors: list[Any], pointers: Sequence[int], which: Sequence
     if _compare is not None:
         return bool(_compare(tensors, pointers, which))
     return all(tensors[i].data_ptr() == p for p, i in zip(pointers, which, strict=True))
+
+
+def clear_cublas_workspaces() -> None:
+    """Drop the cuBLAS workspaces of every handle and stream (a no-op without CUDA)."""
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 def dispatch_mode_active() -> bool:

@@ -1,4 +1,4 @@
-"""Take Dynamo's graphs from ``torch.compile``, run the passes on them, and execute the normalised graph for comparison."""
+"""Take Dynamo's graphs from ``torch.compile``, run the passes on them, and execute the normalised graph."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Seen:
     gm: GraphModule
     normal: NormalGraph | None
     error: NormaliseError | None
-    args: list[Any] = field(default_factory=list)
+    args: list[Any] = field(default_factory=list, repr=False)
 
     @property
     def graph(self) -> torch.fx.Graph:
@@ -65,7 +65,7 @@ class Seen:
 
 
 def take(function: Callable[..., Any], *args: Any, dynamic: bool | None = None, **kwargs: Any) -> list[Seen]:
-    """Compile ``function``, call it once without gradients, and return its graphs, normalised where Dynamo made them."""
+    """Compile ``function``, call it once without gradients, and return its graphs, normalised as Dynamo made them."""
     found: list[Seen] = []
 
     def backend(gm: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:

@@ -29,7 +29,7 @@ _TRIES = 3
 
 @dataclass(frozen=True)
 class Bounds:
-    """What Dynamo assumed about the sizes: guard expressions and ranges over bucketed and pinned symbols.
+    """What Dynamo and the padding proof assumed about sizes: conditions and ranges over bucketed and pinned symbols.
 
     They hold at the real size; a bucket where one fails would run another branch than the one that was traced
     (``table[:64][:n]`` at n = 72, ``view(-1, 2)`` at an odd size).
@@ -39,12 +39,12 @@ class Bounds:
     ranges: tuple[tuple[sympy.Symbol, Any, Any], ...]
 
     @staticmethod
-    def of(mode: FakeTensorMode | None, symbols: Sequence[sympy.Symbol]) -> Bounds:
+    def of(mode: FakeTensorMode | None, symbols: Sequence[sympy.Symbol], conditions: Sequence[sympy.Basic]) -> Bounds:
         env = mode.shape_env if mode is not None else None
         if env is None:
             return Bounds((), ())
         known = set(symbols)
-        guards = {g.expr for g in env.guards if g.expr.free_symbols and g.expr.free_symbols <= known}
+        guards = {g.expr for g in env.guards if g.expr.free_symbols and g.expr.free_symbols <= known} | set(conditions)
         ranges = [(s, r.lower, r.upper) for s, r in env.var_to_range.items() if s in known]
         return Bounds(tuple(sorted(guards, key=str)), tuple(ranges))
 

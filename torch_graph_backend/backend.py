@@ -32,7 +32,9 @@ from torch_graph_backend.recorders import cleanup_all, recorder_for
 from torch_graph_backend.runner import CompiledGraph
 
 
-def bcg(gm: GraphModule, example_inputs: Sequence[Any], *, options: Any = None, mode: str | None = None) -> CompiledGraph:
+def bcg(
+    gm: GraphModule, example_inputs: Sequence[Any], *, options: Any = None, mode: str | None = None
+) -> CompiledGraph:
     """Compile one Dynamo graph. ``options``: see ``torch_graph_backend.config.Config``. Raises only for wrong options
     and, under ``strict=True``, if nothing can be captured."""
     config = Config.parse(options, mode)
@@ -57,7 +59,9 @@ bcg.reset = reset  # type: ignore[attr-defined]
 
 def _name(gm: GraphModule, codes: Sequence[Any]) -> str:
     """How a graph is called in texts: the user's ``forward`` (decorators in between are no help), or the function."""
-    trace = next((n.meta.get("stack_trace") for n in gm.graph.nodes if n.op.startswith("call") and n.meta.get("stack_trace")), "")
+    trace = next(
+        (n.meta.get("stack_trace") for n in gm.graph.nodes if n.op.startswith("call") and n.meta.get("stack_trace")), ""
+    )
     name = function_name(trace)
     if name.startswith("forward") or not codes:
         return name or "graph"

@@ -90,7 +90,7 @@ class Entry:
         """Record all segments in order. On an error nothing is kept and the error is raised."""
         recordings: dict[int, Recording] = {}
         values: dict[str, Any] = {}
-        with self.recorder.capture_session():
+        with self.recorder.record_session():
             for step in self.plan.segments:
                 fn, sizes = self.program.steps[step.index], self.size_args
                 tensors = self.inputs(step, args, values)
@@ -139,7 +139,9 @@ class Frame:
         self.slot_args = [s.arg for s in plan.slots]
         self.slot_filler = Filler(entry.slots, entry.slot_windows, self.sizes)
         self.bridge_fillers = {k: self._bridge_filler(which) for k, which in entry.bridges_after.items()}
-        self.views = {k: [self._cut(i, c) for i, c in cuts] for k, cuts in entry.cuts_after.items()} if self.replays else {}
+        self.views = (
+            {k: [self._cut(i, c) for i, c in cuts] for k, cuts in entry.cuts_after.items()} if self.replays else {}
+        )
 
     @property
     def replays(self) -> bool:
@@ -195,7 +197,6 @@ class Frame:
         if isinstance(value, (tuple, list)):
             return type(value)([self.own(v) for v in value])
         return value
-
 
     def _ours(self, tensor: torch.Tensor) -> bool:
         if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and hasattr(tensor, "__tensor_flatten__"):

@@ -148,10 +148,10 @@ class BreakOpError(TorchGraphBackendError):
 
 
 class ReplayError(TorchGraphBackendError, RuntimeError):
-    """A recording that was cleaned up was asked to replay: its memory belongs to somebody else by now."""
+    """A recorder was asked to replay a recording that was cleaned up, or that is not its own."""
 
     code = "BCG401"
-    template = "the recording of {what} was cleaned up and cannot be replayed"
+    template = "the recording of {what} was cleaned up, or is another recorder's, and cannot be replayed"
 
     def __init__(self, what: object, *, where: str = "", fix: str = "") -> None:
         self.what = str(what)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
 from torch_graph_backend import registry
 from torch_graph_backend.ledger import KeyCount
 from torch_graph_backend.passes.reasons import Reason
@@ -45,7 +46,9 @@ class Stats:
             lines.append(f"  eager {n:5d} x {self.reasons[code]}")
         for name, keys in self.keys.items():
             if keys:
-                counts = ", ".join(f"{k}: {c.first_calls}+{c.replays}" for k, c in sorted(keys.items(), key=lambda i: str(i[0])))
+                counts = ", ".join(
+                    f"{k}: {c.first_calls}+{c.replays}" for k, c in sorted(keys.items(), key=lambda i: str(i[0]))
+                )
                 lines.append(f"  {name}: keys (first calls + replays) {counts}")
         lines.append("  seconds: " + ", ".join(f"{k} {v:.2f}" for k, v in self.seconds.items()))
         return "\n".join(lines)

@@ -14,6 +14,7 @@ from typing import Any
 
 import sympy
 import torch
+
 from torch_graph_backend.passes.reasons import Reason
 from torch_graph_backend.passes.symbols import SymbolInfo
 
@@ -132,7 +133,8 @@ class Output:
 @dataclass(frozen=True)
 class Plan:
     """Ordered steps and the memory between them. ``pinned`` are arguments read in place (compared by address);
-    ``mutated`` those of them that segments change. ``reason`` is set if nothing is captured."""
+    ``mutated`` those of them that segments change. ``conditions`` on sizes must hold at the bucket. ``reason`` is set if
+    nothing is captured."""
 
     name: str
     device: torch.device
@@ -146,6 +148,7 @@ class Plan:
     outputs: tuple[Output, ...]
     placeholders: tuple[str, ...]
     host_ops: int = 0
+    conditions: tuple[sympy.Basic, ...] = ()
     reason: Reason | None = None
 
     @property

@@ -98,6 +98,7 @@ class _Builder:
             outputs,
             tuple(n.meta.get("source") or n.name for n in self.normal.placeholders),
             sum(v.kind == "host" for v in self.c.verdicts.values()),
+            self.c.conditions,
             None if captured else Reason("nothing-to-capture"),
         )
 
@@ -162,7 +163,8 @@ class _Builder:
         """Pinned arguments are read in place, at any version; others through a slot, or a bridge once changed."""
         arg = self.args[value]
         changed_here = any(
-            n in self.captured and self.c.aliasing.set_of.get(value) in sets for n, sets in self.c.aliasing.writes.items()
+            n in self.captured and self.c.aliasing.set_of.get(value) in sets
+            for n, sets in self.c.aliasing.writes.items()
         )
         if value.meta.get("static") or changed_here:
             self.pinned[arg] = None
@@ -209,7 +211,10 @@ class _Builder:
         return [
             self.step_of[n]
             for n, sets in self.c.aliasing.writes.items()
-            if set_id in sets and n in self.step_of and versions[n, set_id] < version and (n in self.captured) == captured
+            if set_id in sets
+            and n in self.step_of
+            and versions[n, set_id] < version
+            and (n in self.captured) == captured
         ]
 
     def natural_padding(self, tensor: torch.Tensor) -> Padding:

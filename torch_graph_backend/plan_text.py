@@ -9,6 +9,8 @@ from torch_graph_backend.plan import CapturedSegment, EagerRegion, Plan
 
 #: Equal steps in a row (the layers of a model) print once; more than this many reasons of a step are summed up.
 _REASONS_SHOWN = 12
+#: Names listed on one line before the rest is counted.
+_LISTED = 4
 
 
 def plan_text(plan: Plan) -> str:
@@ -19,17 +21,32 @@ def plan_text(plan: Plan) -> str:
     ]
     if plan.reason is not None:
         lines.append(f"  not captured: {plan.reason}")
-    for s in plan.symbols:
-        lines.append(f"  size {s.name} = {s.source}: {s.kind} ({s.why})")
+    lines += _sizes(plan)
     if plan.slots:
-        lines.append("  slots: " + ", ".join(f"{s.name} {s.spec}" for s in plan.slots))
+        shown = [f"{s.name} {s.spec}" for s in plan.slots[:_LISTED]]
+        more = len(plan.slots) - len(shown)
+        lines.append("  slots: " + ", ".join(shown) + (f", and {more} more" if more else ""))
     lines.append(
         f"  bridges: {len(plan.bridges)}; cuts: {len(plan.cuts)} ({sum(c.private for c in plan.cuts)} copied); "
-        f"pinned arguments: {len(plan.pinned)}" + (f", changed by segments: {len(plan.mutated)}" if plan.mutated else "")
+        f"pinned arguments: {len(plan.pinned)}"
+        + (f", changed by segments: {len(plan.mutated)}" if plan.mutated else "")
     )
     lines += _steps(plan)
     lines += _reasons(plan)
     return "\n".join(lines)
+
+
+def _sizes(plan: Plan) -> list[str]:
+    """Sizes that matter to the key one by one; exact ones of one cause (a cache length per layer) together."""
+    lines = [f"  size {s.name} = {s.source}: {s.kind} ({s.why})" for s in plan.symbols if s.kind != "exact"]
+    exact: dict[str, list[str]] = {}
+    for s in plan.symbols:
+        if s.kind == "exact":
+            exact.setdefault(s.why, []).append(f"{s.name} = {s.source}")
+    for why, names in exact.items():
+        more = f", and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+        lines.append(f"  size {', '.join(names[:_LISTED])}{more}: exact ({why})")
+    return lines
 
 
 def step_text(step: CapturedSegment | EagerRegion) -> str:

@@ -13,6 +13,7 @@ from types import CodeType
 from typing import Any
 
 import torch
+
 from torch_graph_backend.runner import CompiledGraph
 
 _graphs: list[tuple[weakref.ref[CompiledGraph], tuple[CodeType, ...], list[weakref.ref[torch.Tensor]]]] = []

@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch.fx import GraphModule
 
 from torch_graph_backend.admission import Bounds, Inputs, Keys, grad_reason, mode_reason
@@ -56,7 +55,7 @@ class CompiledGraph:
         self.inputs = Inputs(plan, normal, written)
         symbols = [s.symbol for s in (*plan.bucketed, *plan.exact_in_key)]
         ladders = [self.config.ladder_for(s.source) for s in plan.bucketed]
-        self.keys = Keys(plan, ladders, Bounds.of(normal.fake_mode, symbols))
+        self.keys = Keys(plan, ladders, Bounds.of(normal.fake_mode, symbols, plan.conditions))
         self.weights = {i for i, p in enumerate(normal.placeholders) if p.meta.get("static")}
 
     # -- calls ---------------------------------------------------------------------------------------------------
@@ -128,8 +127,11 @@ class CompiledGraph:
     def run(self, entry: Entry, sizes: tuple[int, ...], args: list[Any]) -> Any:
         """Run the plan: uncaptured on a first call, recorded on the second, replayed from then on."""
         replay = entry.recordings is not None or (entry.first_done and self.record(entry, args))
-        frame = entry.frame(sizes) if replay else FirstFrame(entry, sizes, args)
-        out = self.program.run(args, sizes, frame)
+        if replay:
+            with self.recorder.replay_session():
+                out = self.program.run(args, sizes, entry.frame(sizes))
+        else:
+            out = self.program.run(args, sizes, FirstFrame(entry, sizes, args))
         entry.first_done = True
         real, computed = self.rows(entry, sizes)
         if replay or entry.uncaptured is None:

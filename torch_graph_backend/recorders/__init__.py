@@ -6,8 +6,10 @@ import threading
 from typing import Any
 
 import torch
+
 from torch_graph_backend.passes.reasons import Reason
 from torch_graph_backend.recorders.base import CaptureBackend
+from torch_graph_backend.recorders.cuda import CudaRecorder
 from torch_graph_backend.recorders.host import HostRecorder
 
 _recorders: dict[torch.device, tuple[CaptureBackend, Any]] = {}
@@ -19,9 +21,13 @@ def recorder_for(device: torch.device) -> tuple[CaptureBackend, Any] | Reason:
     with _lock:
         found = _recorders.get(device)
         if found is None:
-            if device.type != "cpu":
-                return Reason("no-recorder", f"recording on {device.type} is not supported by this version")
-            found = _recorders[device] = (HostRecorder(), threading.RLock())
+            if device.type == "cpu":
+                recorder: CaptureBackend = HostRecorder()
+            elif device.type == "cuda" and torch.cuda.is_available():
+                recorder = CudaRecorder(device)
+            else:
+                return Reason("no-recorder", f"there is no recorder for {device.type}")
+            found = _recorders[device] = (recorder, threading.RLock())
         return found
 
 

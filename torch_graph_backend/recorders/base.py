@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from torch_graph_backend.passes.reasons import Reason
 
 Segment = Callable[..., Sequence[Any]]
@@ -47,10 +48,14 @@ class CaptureBackend(abc.ABC):
 
     @abc.abstractmethod
     def capture_session(self) -> AbstractContextManager[None]:
-        """Around the first, uncaptured run of a key and around its recording: same stream, same pool.
+        """Around every segment of the first, uncaptured run of a key: the stream that the recording will use.
 
         Turns off the garbage collector, gradients, inference mode and the autocast weight cache.
         """
+
+    def record_session(self) -> AbstractContextManager[None]:
+        """Around the recording of all segments of a key: a capture session, plus what only a recording needs."""
+        return self.capture_session()
 
     @abc.abstractmethod
     def capture_one(self, segment: Segment, args: Sequence[Any]) -> Recording:

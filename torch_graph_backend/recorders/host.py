@@ -29,16 +29,13 @@ from typing import Any
 
 import torch
 
+from torch_graph_backend.errors import CaptureError, ReplayError
 from torch_graph_backend.passes.reasons import Reason
 from torch_graph_backend.recorders.base import CaptureBackend, Recording, Segment
 from torch_graph_backend.recorders.host_pool import HostPool
-from torch_graph_backend.recorders.host_tape import CaptureError, Log, NoHostReads, Tape, extent
+from torch_graph_backend.recorders.host_tape import Log, NoHostReads, Tape, extent
 
-__all__ = ["CaptureError", "HostRecorder", "StaleRecordingError"]
-
-
-class StaleRecordingError(RuntimeError):
-    """The recording is not this recorder's, or its memory was given back by ``cleanup``."""
+__all__ = ["CaptureError", "HostRecorder", "ReplayError"]
 
 
 def _release_frames(error: BaseException | None) -> None:
@@ -133,7 +130,7 @@ class HostRecorder(CaptureBackend):
         self._refuse_while_capturing("replay")
         log = recording.handle
         if not isinstance(log, Log) or log not in self._logs:
-            raise StaleRecordingError("the recording is another recorder's, or cleanup() has freed it")
+            raise ReplayError("this segment")
         with (
             torch.inference_mode(False),
             torch.no_grad(),

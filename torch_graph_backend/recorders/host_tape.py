@@ -18,18 +18,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torch_graph_backend.errors import CaptureError
 from torch_graph_backend.recorders.host_pool import Block, HostPool
 
 aten = torch.ops.aten
 Op = Any  # torch._ops.OpOverload; its attributes are not typed
-
-
-class CaptureError(RuntimeError):
-    """An operation that cannot be recorded: CUDA's "operation not permitted when stream is capturing"."""
-
-    def __init__(self, operation: object, why: str) -> None:
-        super().__init__(f"{operation}: operation not permitted while a segment is recorded ({why})")
-        self.operation = str(operation)
 
 
 #: They return views of their argument, though their schemas do not say so.
@@ -133,7 +126,7 @@ class Tape(TorchDispatchMode):
         for tensor in tensors:
             _check_plain(func, tensor)
             if type(tensor).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
-                raise CaptureError(func, f"a tensor is a {type(tensor).__name__}")
+                raise CaptureError(str(func), f"a tensor is a {type(tensor).__name__}")
         if func is aten.lift_fresh.default:
             return self._host_tensor(args[0])
         if _is_composite(func):  # reaches us whole only for inference tensors
@@ -191,7 +184,7 @@ class Tape(TorchDispatchMode):
                 if not isinstance(tensor, torch.Tensor):
                     continue
                 if tensor.untyped_storage().data_ptr() in self._host_scalars:
-                    raise CaptureError(func, "it writes to a scalar tensor that lives on the host")
+                    raise CaptureError(str(func), "it writes to a scalar tensor that lives on the host")
                 if spec.kwarg_only and tensor.shape != fake.shape:
                     self._reshape(func, tensor, tuple(fake.shape), tuple(fake.stride()))
             written.append((set(spec.alias_info.before_set), value))
@@ -203,11 +196,13 @@ class Tape(TorchDispatchMode):
             with self._fake_mode:
                 return func(*fake_args, **fake_kwargs)
         except _METADATA_UNKNOWN as error:
-            raise CaptureError(func, f"its result cannot be described without data: {type(error).__name__}") from error
+            raise CaptureError(
+                str(func), f"its result cannot be described without data: {type(error).__name__}"
+            ) from error
         except RuntimeError as error:
             if func.namespace in ("aten", "prims"):
                 raise
-            raise CaptureError(func, f"its fake implementation is missing or failed: {error}") from error
+            raise CaptureError(str(func), f"its fake implementation is missing or failed: {error}") from error
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         """A fake CPU tensor of this layout; made directly, which is four times faster than under the mode."""
@@ -238,7 +233,7 @@ class Tape(TorchDispatchMode):
         elif storage.nbytes() == 0:
             self._on_pool(tensor, shape, stride)
         else:
-            raise CaptureError(func, "it would reallocate a tensor's memory")
+            raise CaptureError(str(func), "it would reallocate a tensor's memory")
 
     def _resize(self, func: Op, tensor: torch.Tensor, size: Any, memory_format: Any = None) -> torch.Tensor:
         layout = torch.empty(size, device="meta", memory_format=memory_format or torch.contiguous_format)
@@ -248,7 +243,9 @@ class Tape(TorchDispatchMode):
     def _host_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Data that Python just made. A scalar is baked in, as ``x[0] = 1.0`` is on CUDA; more is a host copy."""
         if tensor.dim() > 0:
-            raise CaptureError(aten.lift_fresh.default, "it copies data from the host, as torch.tensor([...]) does")
+            raise CaptureError(
+                str(aten.lift_fresh.default), "it copies data from the host, as torch.tensor([...]) does"
+            )
         self._host_scalars[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
@@ -264,9 +261,9 @@ class Tape(TorchDispatchMode):
 def _check_plain(func: Op, tensor: torch.Tensor) -> None:
     """Arguments and (fake) results must be strided CPU memory."""
     if tensor.device.type != "cpu":
-        raise CaptureError(func, f"a tensor is on {tensor.device}")
+        raise CaptureError(str(func), f"a tensor is on {tensor.device}")
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_mkldnn:
-        raise CaptureError(func, f"a tensor has layout {tensor.layout} or is quantised")
+        raise CaptureError(str(func), f"a tensor has layout {tensor.layout} or is quantised")
 
 
 def _is_composite(func: Op) -> bool:
@@ -287,7 +284,7 @@ def _view(func: Op, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: Sequ
     bases = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     for leaf in pytree.tree_leaves(out):
         if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() not in bases:
-            raise CaptureError(func, "it is declared as a view but made a copy")
+            raise CaptureError(str(func), "it is declared as a view but made a copy")
     return out
 
 
