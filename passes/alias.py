@@ -73,7 +73,7 @@ def written_args(node: Node) -> tuple[Node, ...]:
     if isinstance(target, OpOverload):
         schema = target._schema
         if not schema.is_mutable:
-            return ()
+            return hidden_writes(node)
         out: list[Node] = []
         for i, arg in enumerate(schema.arguments):
             if arg.alias_info is not None and arg.alias_info.is_write:
@@ -85,6 +85,21 @@ def written_args(node: Node) -> tuple[Node, ...]:
     if node.meta.get("opaque") or isinstance(target, HigherOrderOperator):
         return tuple(a for a in node.all_input_nodes if is_tensor_value(a.meta.get("val")))
     return ()
+
+
+def hidden_writes(node: Node) -> tuple[Node, ...]:
+    """Running statistics that a normalisation in training mode updates, which its schema does not say."""
+    named = arguments(node)
+    if "running_mean" not in named or not any(named.get(k) for k in ("training", "train", "use_input_stats")):
+        return ()
+    return tuple(a for a in (named["running_mean"], named.get("running_var")) if isinstance(a, Node))
+
+
+def arguments(node: Node) -> dict[str, Any]:
+    """The arguments of an ATen call by schema name (those that were given)."""
+    assert isinstance(node.target, OpOverload)
+    names = (a.name for a in node.target._schema.arguments)
+    return dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
 
 
 def _flat(value: Any) -> Iterable[Any]:
@@ -121,11 +136,14 @@ def _body_writes(body: GraphModule) -> bool:
 
 def _view_args(node: Node) -> Iterable[Node]:
     """The arguments whose memory the result of ``node`` may share."""
-    yield from node.meta.get("aliases", ())
     target = node.target
     if target is operator.getitem:
-        yield from (a for a in node.args[:1] if isinstance(a, Node))
-    elif isinstance(target, OpOverload):
+        source = node.args[0]
+        if isinstance(source, Node) and (not isinstance(source.target, OpOverload) or any(_view_args(source))):
+            yield source  # the results of other operations, such as topk, are memory of their own
+        return
+    yield from node.meta.get("aliases", ())
+    if isinstance(target, OpOverload):
         schema = target._schema
         shared = {s for r in schema.returns if r.alias_info is not None for s in r.alias_info.before_set}
         for i, arg in enumerate(schema.arguments):
@@ -161,12 +179,28 @@ def has_hidden_effects(node: Node) -> bool:
     return bool(node.meta.get("opaque")) or isinstance(target, HigherOrderOperator)
 
 
+#: Parts of the names of operations that can raise because of the data they see.
+_RAISES = (
+    "index", "gather", "scatter", "embedding", "take", "put", "one_hot", "linalg", "cholesky", "inverse", "solve",
+    "nll_loss", "cross_entropy", "bincount", "multinomial", "bernoulli", "normal", "poisson", "item", "local_scalar",
+    "assert", "repeat_interleave", "histc", "bucketize", "searchsorted", "masked_scatter", "unique",
+)  # fmt: skip
+
+
+def may_raise(node: Node) -> bool:
+    """Whether the operation can raise at run time (an index out of range, a singular matrix, user code)."""
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return node.op == "call_function" and (bool(node.meta.get("opaque")) or isinstance(target, HigherOrderOperator))
+    return target.namespace not in ("aten", "prims") or any(part in target._schema.name for part in _RAISES)
+
+
 def is_random(node: Node) -> bool:
     """Whether the node draws from a random generator (dropout at inference does not)."""
     target = node.target
     if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    named = dict(zip((a.name for a in target._schema.arguments), node.args, strict=False)) | dict(node.kwargs)
+    named = arguments(node)
     off = named.get("train") is False or named.get("training") is False
     probabilities = [named[k] for k in ("p", "dropout_p", "dropout") if k in named]
     if target._schema.name.endswith("dropout") and (off or probabilities == [0.0]):
@@ -221,6 +255,8 @@ def _memory_order(
     count: dict[int, int] = {}
     order: dict[Node, tuple[Node, ...]] = {}
     version: dict[tuple[Node, int], int] = {}
+    caller_writes: list[Node] = []
+    raisers: list[Node] = []
     changed = {s for w in writes.values() for s in w}
     for node in graph.nodes:
         if node.op == "placeholder" or node.op == "get_attr":
@@ -229,12 +265,17 @@ def _memory_order(
         wrote = set(writes.get(node, ()))
         if is_random(node):
             wrote.add(RANDOM)
+        writes_caller = bool(wrote & caller)
+        before: dict[Node, None] = {}
         if is_effect(node):
             wrote.add(EFFECTS)
-        elif wrote & caller:
-            touched.add(EFFECTS)
-        before: dict[Node, None] = {}
-        for s in (touched & (changed | {EFFECTS})) | wrote:
+        if is_effect(node) or may_raise(node):
+            before.update(dict.fromkeys(caller_writes))
+            raisers.append(node)
+        if writes_caller:
+            before.update(dict.fromkeys(r for r in raisers if r is not node))
+            caller_writes.append(node)
+        for s in (touched & changed) | wrote:
             version[node, s] = count.get(s, 0)
             if s in last_write:
                 before[last_write[s]] = None

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .alias import is_random, is_tensor_value
+from .alias import hidden_writes, is_random, is_tensor_value
 from .padding import is_known
 from .reasons import Reason
 from .torch_api import FakeTensor, HigherOrderOperator, OpOverload, free_unbacked_symbols
@@ -79,6 +79,8 @@ def _kind_reason(node: Node) -> Reason | None:
 def _data_reason(node: Node) -> Reason | None:
     target, name, value = node.target, name_of(node), node.meta.get("val")
     assert isinstance(target, OpOverload)
+    if hidden_writes(node):
+        return Reason("unknown-op", f"{name} updates running statistics, which its schema does not say")
     if is_random(node):
         return Reason("random", f"{name} draws random numbers")
     if target in _BOOL_INDEXED:

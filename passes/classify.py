@@ -158,6 +158,9 @@ def _follow_tuples(work: _Work) -> None:
             source = node.args[0]
             if source in work.eager:
                 work.eager.setdefault(node, work.eager[source])  # type: ignore[index]
+            elif node in work.eager and not isinstance(node.meta.get("val"), (int, float)):
+                work.eager[source] = work.eager[node]  # type: ignore[index]
+                return _follow_tuples(work)
 
 
 def _exact_sizes(work: _Work, symbols: tuple[SymbolInfo, ...]) -> None:
@@ -231,7 +234,10 @@ def _private(work: _Work) -> frozenset[Node]:
     """Captured values of which eager code or the caller must get a copy of their own."""
     eager_written = {s for n, sets in work.aliasing.writes.items() if n in work.eager for s in sets}
     shown = {work.aliasing.set_of[o] for o in work.outputs if o in work.aliasing.set_of}
-    return frozenset(n for n, s in work.aliasing.set_of.items() if s in eager_written or s in shown)
+    keepers = [n for n in work.eager if has_hidden_effects(n)]  # user code may hold on to what it is given
+    kept = {work.aliasing.set_of[a] for n in keepers for a in n.all_input_nodes if a in work.aliasing.set_of}
+    copied = eager_written | shown | kept
+    return frozenset(n for n, s in work.aliasing.set_of.items() if s in copied)
 
 
 # -- cost --------------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from .alias import arguments, may_raise
 from .reasons import Reason
 from .source_lines import user_line
 from .torch_api import (
@@ -337,6 +338,8 @@ class _Normaliser:
             elif old.target in (aten.lift_fresh_copy.default, aten.detach_.default):
                 # A literal tensor: the constant itself (its users are checked for mutation when the plan is made).
                 env[old] = self.fresh_constant(old, env, node)
+            elif _is_identity(old):
+                env[old] = env[old.args[0]]
             else:
                 new = self.s.graph.node_copy(old, lambda a: env[a])
                 self.annotate(new, node, old.meta.get("val"))
@@ -530,6 +533,18 @@ def _storages(value: Any) -> set[int]:
     return set()
 
 
+_DROPOUTS = {"dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"}
+
+
+def _is_identity(node: Node) -> bool:
+    """Dropout that drops nothing returns its very argument (its fake implementation shows a copy)."""
+    target = node.target
+    if not isinstance(target, OpOverload) or target.overloadpacket.__name__ not in _DROPOUTS:
+        return False
+    named = arguments(node)
+    return named.get("train") is False or named.get("p") == 0
+
+
 def _fold_constant_copies(graph: Graph) -> None:
     """``torch.tensor([])`` makes a fresh tensor at every call; where nobody changes or keeps it, the constant will do."""
     for node in graph.nodes:
@@ -556,6 +571,6 @@ def _drop_dead(graph: Graph) -> None:
             pure = node.op == "get_attr" or not isinstance(target, HigherOrderOperator)
         else:
             pure = not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
-            pure = pure and target.namespace in ("aten", "prims") and bool(target._schema.returns)
+            pure = pure and bool(target._schema.returns) and not may_raise(node)
         if pure:
             graph.erase_node(node)

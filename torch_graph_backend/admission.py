@@ -113,7 +113,7 @@ class Inputs:
         self.plan, self.written = plan, tuple(written)
         values = [p.meta.get("val") for p in normal.placeholders]
         self.specs = {i: spec_of(v) for i, v in enumerate(values) if _strided(v)}
-        self.loose = [i for i, p in enumerate(normal.placeholders) if i in self.specs and not p.meta.get("static")]
+        self.aliases: tuple[Any, Reason | None] = (None, None)
         self.expected: dict[tuple[int, ...], list[tuple[int, Any, Any, tuple[int, ...], tuple[int, ...]]]] = {}
 
     def slot_reason(self, args: Sequence[Any], sizes: tuple[int, ...]) -> Reason | None:
@@ -152,18 +152,29 @@ class Inputs:
     def _differs(self, code: str, arg: int, got: Any, expected: Any) -> Reason:
         return Reason(code, f"{self.plan.placeholders[arg]} has {got}, the graph was compiled for {expected}")
 
-    def alias_reason(self, args: Sequence[Any]) -> Reason | None:
-        """An argument that the graph changes must not overlap any other (Dynamo does not guard overlaps)."""
+    def alias_reason(self, args: Sequence[Any], sizes: tuple[int, ...]) -> Reason | None:
+        """An argument that the graph changes must not overlap any other (Dynamo does not guard overlaps).
+
+        The answer is kept while all addresses and sizes stay the same.
+        """
         if not self.written:
             return None
-        changed = [(i, *_extent(args[i])) for i in self.written if isinstance(args[i], torch.Tensor)]
+        which = [
+            i for i in self.specs if not hasattr(args[i], "__tensor_flatten__")
+        ]  # those have no memory of their own
+        key = (sizes, tuple([args[i].data_ptr() for i in which]))
+        if key != self.aliases[0]:
+            self.aliases = (key, self._overlap(args, which))
+        return self.aliases[1]
+
+    def _overlap(self, args: Sequence[Any], which: Sequence[int]) -> Reason | None:
         by_storage: dict[int, list[tuple[int, int, int]]] = {}
-        for i, storage, start, end in changed:
-            by_storage.setdefault(storage, []).append((i, start, end))
-        for j in {*self.loose, *self.written}:
-            if not isinstance(args[j], torch.Tensor) or args[j].layout is not torch.strided:
-                continue
-            storage, start, end = _extent(args[j])
+        extents = {i: _extent(args[i]) for i in which if args[i].layout is torch.strided}
+        for i in self.written:
+            if i in extents:
+                storage, start, end = extents[i]
+                by_storage.setdefault(storage, []).append((i, start, end))
+        for j, (storage, start, end) in extents.items():
             for i, low, high in by_storage.get(storage, ()):
                 if i != j and start < high and low < end:
                     names = self.plan.placeholders
@@ -182,7 +193,7 @@ def _dims(spec: TensorSpec, sizes: Sizes) -> tuple[tuple[int, ...], tuple[int, .
 
 def _extent(t: torch.Tensor) -> tuple[int, int, int]:
     """Storage address, first byte and one past the last byte that a tensor can touch."""
-    if t.numel() == 0 or hasattr(t, "__tensor_flatten__"):  # a wrapper subclass has no memory of its own
+    if t.numel() == 0:
         return -1, 0, 0
     span = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
     start = t.storage_offset() * t.element_size()

@@ -82,15 +82,19 @@ class Entry:
 
     def run_segment(self, step: CapturedSegment, args: Sequence[Any], values: dict[str, Any]) -> None:
         """Run a segment's Python at the bucket's size (a first call)."""
-        with self.recorder.capture_session():
+        with self.recorder.capture_session(self._writes_inference(args)):
             outputs = self.program.steps[step.index](*self.size_args, *self.inputs(step, args, values))
         values.update(zip(step.outputs, outputs, strict=True))
+
+    def _writes_inference(self, args: Sequence[Any]) -> bool:
+        """Whether a segment changes a tensor made under inference mode: only inference mode may do that."""
+        return any(args[i].is_inference() for i in self.plan.mutated)
 
     def record(self, args: Sequence[Any]) -> None:
         """Record all segments in order. On an error nothing is kept and the error is raised."""
         recordings: dict[int, Recording] = {}
         values: dict[str, Any] = {}
-        with self.recorder.record_session():
+        with self.recorder.record_session(self._writes_inference(args)):
             for step in self.plan.segments:
                 fn, sizes = self.program.steps[step.index], self.size_args
                 tensors = self.inputs(step, args, values)
@@ -100,7 +104,7 @@ class Entry:
         self.recordings, self.static = recordings, values
         self.owned |= {t.untyped_storage().data_ptr() for t in values.values() if isinstance(t, torch.Tensor)} - {0}
         pinned = [i for i in self.plan.pinned if args[i].numel()]
-        self.pins = ([args[i].data_ptr() for i in pinned], pinned)
+        self.pins = ([args[i].data_ptr() if i in pinned else 0 for i in range(len(args))], pinned)
         self.frames.clear()
 
     def forget(self) -> None:
@@ -113,7 +117,7 @@ class Entry:
         pointers, which = self.pins
         if data_ptrs_equal(args, pointers, which):
             return []
-        return [i for p, i in zip(pointers, which, strict=True) if args[i].data_ptr() != p]
+        return [i for i in which if args[i].data_ptr() != pointers[i]]
 
     # -- frames --------------------------------------------------------------------------------------------------
 

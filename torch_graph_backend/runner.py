@@ -93,7 +93,7 @@ class CompiledGraph:
         picked = self.keys.pick(sizes)
         if isinstance(picked, Reason):
             return picked
-        reason = self.inputs.slot_reason(args, sizes) or self.inputs.alias_reason(args)
+        reason = self.inputs.slot_reason(args, sizes) or self.inputs.alias_reason(args, sizes)
         if reason is not None:
             return reason
         key, bucket = picked

@@ -139,7 +139,7 @@ def _tails(
 class CutView:
     """The real rows of one static value for one real size, with eager's strides; ``take`` hands them out."""
 
-    __slots__ = ("copy", "shape", "source", "stride", "window_split")
+    __slots__ = ("compact", "copy", "shape", "source", "stride", "window_split")
 
     def __init__(self, value: torch.Tensor, spec: TensorSpec, window: Window, private: bool, sizes: Sizes) -> None:
         self.shape = tuple(evaluate(s, sizes) for s in spec.shape)
@@ -149,7 +149,15 @@ class CutView:
         self.window_split: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         if not self.copy:
             self.source = value.as_strided(self.shape, self.stride, self.source.storage_offset())
-        elif self.source.shape != self.shape:
+            return
+        # An expanded dimension (stride 0) is one entry of memory: copy that one, and expand the copy alike.
+        self.compact = tuple(1 if st == 0 else n for n, st in zip(self.shape, self.stride, strict=True))
+        if self.compact != self.shape and self.source.shape == self.shape:
+            for dim, n in enumerate(self.compact):
+                self.source = self.source.narrow(dim, 0, min(n, self.shape[dim]))
+        else:
+            self.compact = self.shape
+        if self.source.shape != self.compact:
             like = window.split_like(torch.empty_strided(self.shape, self.stride, device="meta"), sizes)
             self.window_split = tuple(like.shape), tuple(like.stride())
 
@@ -162,7 +170,7 @@ class CutView:
     def take(self) -> torch.Tensor:
         if not self.copy:
             return self.source
-        out = torch.empty_strided(self.shape, self.stride, dtype=self.source.dtype, device=self.source.device)
+        out = torch.empty_strided(self.compact, self.stride, dtype=self.source.dtype, device=self.source.device)
         target = out if self.window_split is None else out.as_strided(*self.window_split)
         target.copy_(self.source)
-        return out
+        return out if self.compact == self.shape else out.as_strided(self.shape, self.stride)

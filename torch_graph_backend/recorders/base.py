@@ -47,15 +47,16 @@ class CaptureBackend(abc.ABC):
         """Memory outside the pool (slots, bridges, arenas); normal tensors even under ``inference_mode``."""
 
     @abc.abstractmethod
-    def capture_session(self) -> AbstractContextManager[None]:
+    def capture_session(self, inference: bool = False) -> AbstractContextManager[None]:
         """Around every segment of the first, uncaptured run of a key: the stream that the recording will use.
 
-        Turns off the garbage collector, gradients, inference mode and the autocast weight cache.
+        Turns off the garbage collector, gradients and the autocast weight cache, and inference mode unless
+        ``inference`` (a segment changes an inference tensor, which nothing else may).
         """
 
-    def record_session(self) -> AbstractContextManager[None]:
+    def record_session(self, inference: bool = False) -> AbstractContextManager[None]:
         """Around the recording of all segments of a key: a capture session, plus what only a recording needs."""
-        return self.capture_session()
+        return self.capture_session(inference)
 
     @abc.abstractmethod
     def capture_one(self, segment: Segment, args: Sequence[Any]) -> Recording:

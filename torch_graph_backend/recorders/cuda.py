@@ -39,6 +39,7 @@ class CudaRecorder(CaptureBackend):
         self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self._last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
         self._recording = False
+        self._keeper: torch.cuda.CUDAGraph | None = None
 
     def can_run(self) -> Reason | None:
         if self._recording or torch.cuda.is_current_stream_capturing():
@@ -50,14 +51,14 @@ class CudaRecorder(CaptureBackend):
             return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=self.device).zero_()
 
     @contextlib.contextmanager
-    def capture_session(self) -> Iterator[None]:
+    def capture_session(self, inference: bool = False) -> Iterator[None]:
         collecting, caching = gc.isenabled(), torch.is_autocast_cache_enabled()
         gc.disable()
         torch.set_autocast_cache_enabled(False)
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         try:
-            with torch.inference_mode(False), torch.no_grad(), torch.cuda.stream(self.stream):
+            with torch.inference_mode(inference), torch.no_grad(), torch.cuda.stream(self.stream):
                 yield
         finally:
             current.wait_stream(self.stream)
@@ -66,14 +67,22 @@ class CudaRecorder(CaptureBackend):
                 gc.enable()
 
     @contextlib.contextmanager
-    def record_session(self) -> Iterator[None]:
+    def record_session(self, inference: bool = False) -> Iterator[None]:
         """See the base class: workspaces of the outside must not be used inside a capture, nor the reverse."""
-        with self.capture_session():
+        with self.capture_session(inference):
+            self._hold_pool()
             clear_cublas_workspaces()
             try:
                 yield
             finally:
                 clear_cublas_workspaces()
+
+    def _hold_pool(self) -> None:
+        """An empty graph that keeps the pool in use: a pool whose last graph is gone cannot be captured into again
+        while a tensor still lies in it (an assertion of the allocator, seen on torch 2.11)."""
+        if self._keeper is None:
+            self._keeper = torch.cuda.CUDAGraph()
+            self._capture(self._keeper, tuple, ())
 
     def capture_one(self, segment: Segment, args: Sequence[Any]) -> Recording:
         if self._recording:
@@ -125,5 +134,5 @@ class CudaRecorder(CaptureBackend):
         for graph in self._graphs:
             graph.reset()
         self._graphs = weakref.WeakSet()
-        self._last = None
+        self._last = self._keeper = None
         self.pool = torch.cuda.graph_pool_handle()

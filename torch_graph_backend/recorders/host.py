@@ -88,13 +88,13 @@ class HostRecorder(CaptureBackend):
             return tensor.set_(memory, 0, tuple(shape), tuple(stride))  # type: ignore[call-overload]
 
     @contextlib.contextmanager
-    def capture_session(self) -> Iterator[None]:
+    def capture_session(self, inference: bool = False) -> Iterator[None]:
         """See the base class. Whether autocast is on stays as it is: operations are recorded below it."""
         collecting, caching = gc.isenabled(), torch.is_autocast_cache_enabled()
         gc.disable()
         torch.set_autocast_cache_enabled(False)
         try:
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(inference), torch.no_grad():
                 yield
         finally:
             torch.set_autocast_cache_enabled(caching)
@@ -108,7 +108,7 @@ class HostRecorder(CaptureBackend):
         poisoned = self._pool.begin()
         self._capturing = True
         try:
-            with self.capture_session(), NoHostReads(), tape:
+            with self.capture_session(torch.is_inference_mode_enabled()), NoHostReads(), tape:
                 results = segment(*args)
             outputs = (results,) if isinstance(results, torch.Tensor) else tuple(results)
         except BaseException as error:
@@ -126,14 +126,16 @@ class HostRecorder(CaptureBackend):
         return contextlib.nullcontext()
 
     def replay(self, recording: Recording) -> None:
-        """Run the tape, whatever modes the calling thread is in: gradients, inference mode and autocast are off."""
+        """Run the tape, whatever modes the calling thread is in: gradients and autocast are off.
+
+        In inference mode, where normal and inference tensors may be written alike; a tape makes no tensor of its own.
+        """
         self._refuse_while_capturing("replay")
         log = recording.handle
         if not isinstance(log, Log) or log not in self._logs:
             raise ReplayError("this segment")
         with (
-            torch.inference_mode(False),
-            torch.no_grad(),
+            torch.inference_mode(),
             torch._C._DisableAutocast(),
             torch._C.DisableTorchFunction(),
         ):
