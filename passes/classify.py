@@ -23,7 +23,7 @@ import sympy
 import torch
 from torch.fx import Node
 
-from .alias import Aliasing, analyse_aliases, has_hidden_effects, is_tensor_value
+from .alias import Aliasing, analyse_aliases, has_hidden_effects, is_tensor_value, written_args
 from .capturable import BreakPredicate, capture_reason, is_size, name_of
 from .layout import Layout
 from .normalize import NormalGraph
@@ -31,7 +31,7 @@ from .padding import analyse
 from .partition import Phase, partition
 from .reasons import Reason
 from .source_lines import where
-from .symbols import SymbolInfo, classify_symbols, free, is_dense
+from .symbols import SymbolInfo, classify_symbols, free, is_dense, size_symbols
 from .torch_api import OpOverload
 
 aten = torch.ops.aten
@@ -170,7 +170,9 @@ def _exact_sizes(work: _Work, symbols: tuple[SymbolInfo, ...]) -> None:
     for node in work.calls:
         if node in work.eager or node in work.host:
             continue
-        used = free(node.meta.get("val")).union(*(free(a) for a in node.all_input_nodes))
+        used = size_symbols(node.meta.get("val")).union(
+            *(size_symbols(a.meta.get("val")) for a in node.all_input_nodes)
+        )
         if used - allowed:
             size = ", ".join(sorted(names.get(s, str(s)) for s in used - allowed))
             work.eager[node] = Reason("exact-symbol", f"{name_of(node)} depends on {size}, which is not bucketed").at(
@@ -203,6 +205,8 @@ def _written_set(work: _Work, set_id: int, members: tuple[Node, ...], writers: l
     caller = len(bases) == 1 and bases[0].op == "placeholder" and bases[0].name not in work.moving
     inside = len(bases) == 1 and bases[0].op == "call_function"
     eager = any(w in work.eager for w in writers) or not (caller or inside)
+    # A captured write through a view that is made eagerly would land in a copy.
+    eager = eager or any(a in work.eager for w in writers for a in written_args(w))
     eager = eager or (inside and (bases[0] in work.eager or any(v in work.eager for v in views)))
     if not eager:
         return False

@@ -189,6 +189,9 @@ class _Normaliser:
             return self.enter_autocast(node)
         if target is exit_autocast:
             return self.exit_autocast()
+        if getattr(target, "__name__", "") in ("_enter_inference_mode", "_exit_inference_mode"):
+            text = "the code switches inference mode itself, which decides what kind of tensors it makes"
+            raise NormaliseError(Reason("normalise-failed", text, user_line(node.meta.get("stack_trace"))))
         if target is set_grad_enabled:
             self.s.turns_grad_on |= bool(node.args[0])
             return None
@@ -533,16 +536,25 @@ def _storages(value: Any) -> set[int]:
     return set()
 
 
+_CONVERSIONS = {"to", "contiguous", "type_as"}
 _DROPOUTS = {"dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"}
 
 
 def _is_identity(node: Node) -> bool:
-    """Dropout that drops nothing returns its very argument (its fake implementation shows a copy)."""
+    """The operation returns its very argument: a conversion to what it is already, dropout that drops nothing.
+
+    (The fake implementation of dropout shows a copy; eager returns the argument.)
+    """
     target = node.target
-    if not isinstance(target, OpOverload) or target.overloadpacket.__name__ not in _DROPOUTS:
+    if not isinstance(target, OpOverload):
         return False
-    named = arguments(node)
-    return named.get("train") is False or named.get("p") == 0
+    if target.overloadpacket.__name__ in _DROPOUTS:
+        named = arguments(node)
+        return named.get("train") is False or named.get("p") == 0
+    if target.overloadpacket.__name__ not in _CONVERSIONS or node.args[0] not in node.meta["aliases"]:
+        return False
+    mine, theirs = _leaf_key(node), _leaf_key(node.args[0])
+    return isinstance(mine, tuple) and mine[:5] == theirs[:5]
 
 
 def _fold_constant_copies(graph: Graph) -> None:

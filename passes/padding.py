@@ -234,7 +234,26 @@ class _Interpreter:
             obligations += conditions
             float_bound |= tainted
         by_output = tuple(tuple(column[k] for column in columns) for k in range(len(fresh)))
+        if not all(self.consistent(layouts) for layouts in by_output):
+            text = f"{name}: two padded sizes share a dimension, and it is not known which one is outside"
+            return _Verdict(Reason("derived-size", text), tuple(() if t is None else t.layouts for t in fresh))
         return _Verdict(None, by_output, tuple(dict.fromkeys(obligations)), float_bound)
+
+    def consistent(self, layouts: PerSymbol) -> bool:
+        """In a dimension that carries two symbols, exactly one lies outside the other: [B][T] or [T][B].
+
+        Each symbol is judged alone, so a fresh tensor of size B * T has a layout for either, but not for both.
+        """
+        placed: dict[int, list[tuple[sympy.Symbol, sympy.Expr]]] = {}
+        for symbol, layout in zip(self.symbols, layouts, strict=True):
+            for dim, axis in layout.axes if layout is not None else ():
+                placed.setdefault(dim, []).append((symbol, axis.outer))
+        for entries in placed.values():
+            for k, (a, outer_a) in enumerate(entries):
+                for b, outer_b in entries[k + 1 :]:
+                    if mentions(outer_a, b) == mentions(outer_b, a):
+                        return False
+        return True
 
     def for_symbol(
         self, node: Node, i: int, symbol: sympy.Symbol, args: tuple, kwargs: dict, fresh: _Outputs, window: bool

@@ -72,6 +72,15 @@ def free(value: Any) -> frozenset[sympy.Symbol]:
     return frozenset()
 
 
+def size_symbols(value: Any) -> frozenset[sympy.Symbol]:
+    """The symbols in sizes and scalars; strides and offsets are left out, since static memory has its own."""
+    if isinstance(value, torch.Tensor):
+        return shape_symbols(value)
+    if isinstance(value, (tuple, list)):
+        return frozenset().union(*(size_symbols(v) for v in value))
+    return free(value)
+
+
 def shape_symbols(value: Any) -> frozenset[sympy.Symbol]:
     """The symbols in a tensor's sizes alone (or in those of a tuple of tensors)."""
     if isinstance(value, torch.Tensor):

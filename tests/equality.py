@@ -13,7 +13,7 @@ which shows a slot or a bridge that is not filled at every replay.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -221,6 +221,7 @@ def check_calls(
     floor: int = 1,
     padded: bool = True,
     eager: Mapping[str, int] | None = None,
+    tolerate: Collection[str] = (),
     moves: bool = False,
     tolerance: float = 1e-5,
     poison: Sequence[float | None] = POISONS,
@@ -230,7 +231,8 @@ def check_calls(
     """Run ``calls`` on ``model`` eagerly and compiled, compare everything, and check that graphs did the work.
 
     ``floor``: at least so many captured kernels in the largest plan. ``padded``: most calls must have padded rows.
-    ``eager``: reason codes (with counts) of the calls that are expected to run eagerly; all others must not.
+    ``eager``: reason codes (with counts) of the calls that are expected to run eagerly; all others must not,
+    but for the codes in ``tolerate``, in any number.
     ``bitwise``: calls without padded rows, from equal bits, must give equal bits.
     ``moves``: inputs that segments change may move, so that keys are recorded more than once.
     """
@@ -253,7 +255,7 @@ def check_calls(
         for i, (got, want) in enumerate(zip(compiled.outputs, reference.outputs, strict=True)):
             compare(got, want, f"output of call {i}, looked at after the last call", tolerance=tolerance)
         report.stats, report.plans = tgb.stats(), tgb.plans()
-        _check_counts(report, floor, padded, dict(eager or {}), moves)
+        _check_counts(report, floor, padded, dict(eager or {}), tolerate, moves)
     return report
 
 
@@ -291,11 +293,14 @@ def _count_rows(report: Report, before: Mapping[CompiledGraph, tuple[int, int, i
     return not padded
 
 
-def _check_counts(report: Report, floor: int, padded: bool, eager: dict[str, int], moves: bool) -> None:
+def _check_counts(
+    report: Report, floor: int, padded: bool, eager: dict[str, int], tolerate: Collection[str], moves: bool
+) -> None:
     stats = report.stats
     text = "\n".join([str(stats), *map(str, report.plans)])
-    assert dict(stats.eager) == eager, f"eager calls {dict(stats.eager)}, expected {eager}\n{text}"
-    assert stats.replays == stats.calls - stats.first_calls - sum(eager.values()), text
+    found = {code: n for code, n in stats.eager.items() if code not in tolerate}
+    assert found == eager, f"eager calls {found}, expected {eager}\n{text}"
+    assert stats.replays == stats.calls - stats.first_calls - sum(stats.eager.values()), text
     keys = [count for graph in stats.keys.values() for count in graph.values()]
     if not moves:
         assert all(k.first_calls == 1 for k in keys), f"a key was not recorded, or recorded twice\n{text}"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from torch_graph_backend.plan import Plan
 from torch_graph_backend.plan_build import build_plan
 
 CPU = torch.device("cpu")
+GOLDEN = Path(__file__).parent / "golden"
 
 
 @dataclass
@@ -154,3 +158,26 @@ def reason_of(classified: Classified, node: Node) -> Reason:
     reason = classified.verdicts[node].reason
     assert reason is not None, f"{node.name} is {classified.verdicts[node].kind}"
     return reason
+
+
+def stable(text: str) -> str:
+    """``text`` without what differs between machines and torch versions: line numbers and the names of symbols.
+
+    Symbols are numbered by first appearance; products of symbols, which sympy orders by name, are sorted again.
+    """
+    text = re.sub(r"(\w+\.py):\d+", r"\1:N", text)
+    for letter in "su":
+        numbers: dict[str, str] = {}
+        text = re.sub(rf"\b{letter}\d+\b", lambda m: numbers.setdefault(m[0], f"{m[0][0]}{len(numbers)}"), text)  # noqa: B023
+    text = re.sub(r"\bs\d+(\*s\d+)+\b", lambda m: "*".join(sorted(m[0].split("*"))), text)
+    return "\n".join(line.rstrip() for line in text.strip().splitlines()) + "\n"
+
+
+def assert_golden(name: str, text: str) -> None:
+    """``text`` equals ``golden/NAME.txt``; with ``TGB_ACCEPT=1`` in the environment it is written there instead."""
+    path = GOLDEN / f"{name}.txt"
+    if os.environ.get("TGB_ACCEPT") == "1":
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(stable(text), encoding="utf-8")
+    assert path.exists(), f"no {path.name}: run once with TGB_ACCEPT=1, and read what it wrote"
+    assert stable(text) == path.read_text(encoding="utf-8"), "if the change is meant, run with TGB_ACCEPT=1"

@@ -30,7 +30,7 @@ UNARY: list[tuple[Any, ...]] = [
     ("expand", 2, -1, -1), ("narrow", 0, 0, 1), ("select", 0, 0), ("detach",), ("float",), ("double",), ("to", "cpu"),
     ("clone",), ("abs",), ("diagonal",), ("unfold", 0, 1, 1), ("as_strided", (2,), (1,)),
     ("add_", 1), ("mul_", 2), ("zero_",), ("relu_",), ("fill_", 3), ("clamp_", -1, 1), ("bernoulli_",), ("t",),
-    (torch.rand_like,), (torch.atleast_2d,), (torch.positive,), (torch.conj,), (F.relu,),
+    (torch.rand_like,), (torch.atleast_2d,), (torch.positive,), (torch.conj,), (F.relu,), (F.dropout, 0.5, False),
     (operator.getitem, slice(0, 1)), (operator.getitem, (Ellipsis, 0)), (operator.getitem, None),
     (operator.setitem, 0, 5.0), (operator.iadd, 1), (torch.ravel,), (torch.real,), (F.relu, True), (torch.zeros_like,),
 ]  # fmt: skip

@@ -396,6 +396,22 @@ def test_two_arguments_with_one_fake_are_told_apart() -> None:
     checked(f, torch.randn(3), torch.randn(3))
 
 
+def test_sizes_from_data_are_told_apart() -> None:
+    """Two ``nonzero`` of one structure come from one template and have different numbers of rows at run time."""
+
+    def f(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        a, b = torch.nonzero(x), torch.nonzero(y)
+        n, m = a.shape[0], b.shape[0]
+        return torch.cat([a, b]), x * n, y * m, torch.zeros(n + 2 * m), torch.full((n * m,), n - m)
+
+    args = torch.tensor([1, 0, 2, 3]), torch.tensor([0, 0, 5, 0])
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        checked(f, *args)
+        with compiled(f) as g:
+            for _ in range(3):
+                assert_same(g(*args), f(*args))
+
+
 def test_one_node_twice_in_an_operation() -> None:
     """``x - x`` and ``x - y`` have the same metadata and are different structures."""
 

@@ -80,6 +80,20 @@ MIXERS: dict[str, Op] = {
     "float_size": lambda m, h: h * float(h.shape[-2]) ** -0.5,
     "full_size": lambda m, h: h + torch.full((1,), h.shape[-2], dtype=h.dtype).log(),
     "numel": lambda m, h: h * (8 / h.numel()),
+    "distance_bias": lambda m, h: _distances(h.shape[-2]).mul(-0.1).exp() @ h / h.shape[-2],
+    "shifted_zeros": lambda m, h: torch.cat([h.new_zeros(*h.shape[:-2], 1, H), h], -2)[..., :-1, :] + h,
+    "expand_row": lambda m, h: m.last.expand(h.shape[-2], H) + h,
+    "swap_rows": lambda m, h: torch.cat([h[..., -1:, :], h[..., 1:, :]], -2),
+    "gather_rows": lambda m, h: h.gather(-2, torch.zeros_like(h, dtype=torch.long)) + h,
+    "one_hot": lambda m, h: h + F.one_hot(torch.arange(h.shape[-2]) % H, H).to(h.dtype),
+    "cdist": lambda m, h: torch.tanh(torch.cdist(h, h)) @ h / h.shape[-2],
+    "swap_dims": lambda m, h: m.proj(h.transpose(0, -2)).transpose(0, -2),
+    "unfold": lambda m, h: F.pad(h, (0, 0, 1, 0)).unfold(-2, 2, 1).sum(-1),
+    "flatten_rows": lambda m, h: torch.tanh(h.flatten(0, -2)).cumsum(0).view(h.shape) * 0.1,
+    "rms_of_heads": lambda m, h: F.rms_norm(h.unflatten(-1, (HEADS, HEAD)), (HEAD,)).flatten(-2),
+    "cross_batch": lambda m, h: h + torch.softmax(h, 0),
+    "negative_step": lambda m, h: h + h[..., :1, :] * h[..., -2:-1, :],
+    "count_rows": lambda m, h: h * (h > -9.0).sum(-2, keepdim=True).to(h.dtype).rsqrt(),
     "bool_any": lambda m, h: torch.where((h > 0).any(-2, keepdim=True), h, h * 0.5),
 }
 
@@ -95,6 +109,14 @@ INPLACE: dict[str, Op] = {
     "transposed_view": lambda m, h: (h.transpose(-1, -2).add_(0.25), h)[1],
     "copy_into_zeros": lambda m, h: torch.zeros_like(h).copy_(h),
     "fill_part": lambda m, h: (h[..., 1::2, :].fill_(0.125), h)[1],
+    "chunk": lambda m, h: _chunk(h),
+    "first_is_last": lambda m, h: (h[..., 0, :].copy_(h[..., -1, :].clone()), h)[1],
+    "index_put": lambda m, h: h.index_put_((torch.tensor([0, 1]),), torch.tensor(0.5)),
+    "index_add": lambda m, h: h.index_add_(-2, torch.tensor([1, 0]), h[..., :2, :].clone()),
+    "masked_fill_": lambda m, h: h.masked_fill_(h > 0.5, 0.5),
+    "clone_then_add": lambda m, h: h.clone().add_(h).relu_(),
+    "view_of_view": lambda m, h: (h.transpose(-1, -2)[..., 1:].transpose(-1, -2).mul_(1.5), h)[1],
+    "out_of_size": lambda m, h: h.mul_(h.shape[-2]).tanh_(),
     "count": lambda m, h: (m.count.add_(1), h + m.count)[1],
     "remember_last": lambda m, h: (m.last.copy_(h[..., -1, :].reshape(-1, H)[0]), h + m.last)[1],
     "running_mean": lambda m, h: (m.last.mul_(0.9).add_(h.detach().reshape(-1, H).mean(0) * 0.1), h * (1 + m.last))[1],
@@ -136,8 +158,11 @@ OUTPUTS: dict[str, Callable[[Decoder, Tensor, Tensor, Tensor], Any]] = {
     "pair": lambda m, h, x, mid: h.chunk(2, -1),
 }
 
+#: A linear here reads one row less than the size: such rows have no bucket, and the linear runs eagerly with a reason.
+CUT_BEFORE_LINEAR = {"from_second"}
+
 NORMS = ("none", "rms", "layer", "manual")
-ATTENTIONS = ("none", "sdpa", "causal", "eager", "mask", "growing", "static")
+ATTENTIONS = ("none", "sdpa", "causal", "eager", "mask", "growing", "static", "slice")
 MLPS = ("none", "swiglu", "gelu", "relu")
 POSITIONS = ("none", "learned", "rotary", "arange")
 
@@ -148,6 +173,18 @@ def _read_then_write(h: Tensor) -> Tensor:
     after = h + before
     h.add_(1.0)
     return after + h
+
+
+def _distances(n: int) -> Tensor:
+    at = torch.arange(n)
+    return (at[:, None] - at[None]).abs().float()
+
+
+def _chunk(h: Tensor) -> Tensor:
+    left, right = h.chunk(2, -1)
+    left.mul_(2.0)
+    right.copy_(left)
+    return torch.cat([right, left + right], -1)
 
 
 def _write_new(m: Decoder, h: Tensor) -> Tensor:
@@ -217,7 +254,9 @@ class Layer(nn.Module):
         self.qkv, self.out = nn.Linear(H, 3 * H, bias=False), nn.Linear(H, H)
         self.up, self.gate, self.down = nn.Linear(H, 12), nn.Linear(H, 12, bias=False), nn.Linear(12, H)
 
-    def attention(self, h: Tensor, pos: Tensor, rotary: bool, cache: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    def attention(
+        self, h: Tensor, pos: Tensor, start: int, rotary: bool, cache: list[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
         q, k, v = (p.unflatten(-1, (HEADS, HEAD)).transpose(-2, -3) for p in self.qkv(h).chunk(3, -1))
         if rotary:
             angle = pos[..., None] * torch.tensor([1.0, 0.1])
@@ -234,6 +273,11 @@ class Layer(nn.Module):
             k, v = cache
             mask = torch.arange(ROOM) <= at[:, None]
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        elif kind == "slice":
+            end = start + k.shape[-2]
+            cache[0][..., start:end, :] = k
+            cache[1][..., start:end, :] = v
+            y = F.scaled_dot_product_attention(q, cache[0][..., :end, :], cache[1][..., :end, :])
         elif kind == "eager":
             scores = q @ k.transpose(-1, -2) * HEAD**-0.5
             n = scores.shape[-1]
@@ -252,11 +296,11 @@ class Layer(nn.Module):
         return self.down(F.gelu(self.up(h)) if self.spec.mlp == "gelu" else F.relu(self.up(h)))
 
     def forward(
-        self, root: Decoder, h: Tensor, pos: Tensor, rotary: bool, cache: list[Tensor]
+        self, root: Decoder, h: Tensor, pos: Tensor, start: int, rotary: bool, cache: list[Tensor]
     ) -> tuple[Tensor, list[Tensor]]:
         new: list[Tensor] = []
         if self.spec.attention != "none":
-            y, new = self.attention(self.norm(h), pos, rotary, cache)
+            y, new = self.attention(self.norm(h), pos, start, rotary, cache)
             h = h + y if self.spec.residual else y
         if self.spec.mlp != "none":
             y = self.mlp(self.norm(h))
@@ -280,7 +324,7 @@ class Decoder(nn.Module):
         self.register_buffer("last", torch.zeros(H))
         self.register_buffer("rows", torch.zeros(ROOM, H))
 
-    def forward(self, x: Tensor, pos: Tensor, caches: list[list[Tensor]]) -> Any:
+    def forward(self, x: Tensor, pos: Tensor, start: int, caches: list[list[Tensor]]) -> Any:
         spec = self.spec
         h = self.embedding(x) if spec.ids else x
         if spec.position == "arange":
@@ -289,7 +333,7 @@ class Decoder(nn.Module):
             h = h + self.places(pos)
         made, mid = [], h
         for layer, cache in zip(self.layers, caches, strict=True):
-            h, new = layer(self, h, pos, spec.position == "rotary", cache)
+            h, new = layer(self, h, pos, start, spec.position == "rotary", cache)
             made.append(new)
         outputs = [self.head(h), *(OUTPUTS[name](self, h, x, mid) for name in spec.outputs)]
         if spec.nesting == "dict":
@@ -314,7 +358,7 @@ def call_of(spec: Spec, index: int) -> Callable[[dict[str, Any]], tuple[Any, ...
         past = int(torch.randint(2, 9, (), generator=g))
         caches = memory.get(("caches", lead)) if call.chain else None
         if caches is None:
-            rooms = {"growing": past, "static": ROOM}
+            rooms = {"growing": past, "static": ROOM, "slice": ROOM}
             caches = [
                 [torch.randn(*lead, HEADS, rooms[a], HEAD, generator=g) for _ in "kv"] if a in rooms else []
                 for a in spec.attentions
@@ -329,7 +373,7 @@ def call_of(spec: Spec, index: int) -> Callable[[dict[str, Any]], tuple[Any, ...
         for kind, pair in zip(spec.attentions, caches, strict=True):
             for c in pair if kind == "growing" else []:
                 torch._dynamo.maybe_mark_dynamic(c, c.dim() - 2)
-        return x, pos, caches
+        return x, pos, start, caches
 
     return make
 
@@ -365,17 +409,21 @@ def run_spec(spec: Spec) -> Report:
     torch.manual_seed(spec.seed)
     model = Decoder(spec).eval()
     options = {"buckets": list(spec.ladder)}
-    changes_input = "static" in spec.attentions or any(op in INPLACE for layer in spec.layers for op in layer.ops)
+    changes_input = bool({"static", "slice"} & set(spec.attentions)) or any(
+        op in INPLACE for layer in spec.layers for op in layer.ops
+    )
     report = check_calls(
         model,
         calls_of(spec),
         compiled_kwargs={"options": options},
         floor=1,
         padded=False,
+        tolerate={"bucket-invalid"},  # a guard of Dynamo that the bucket breaks
         moves=changes_input,
         seed=spec.seed,
     )
-    for plan in report.plans:
+    cut = any(op in CUT_BEFORE_LINEAR for layer in spec.layers for op in layer.ops)
+    for plan in report.plans if not cut else []:
         assert "aten.linear" not in str(plan.eager_ops()), f"a linear runs eagerly\n{plan}"
     return report
 
@@ -435,9 +483,9 @@ PHASES = [Phase.explicit, Phase.reuse, Phase.generate] + ([Phase.shrink] if LONG
 
 @pytest.mark.slow
 def test_padded_replay_is_eager() -> None:
-    """Would catch: padding that reaches a real row, a slot or bridge that is not filled, a frozen size or scalar, memory
-    reused too early, an output that a later call overwrites, a lost or repeated side effect, a wrong stride, and a
-    backend that is right only because nothing is captured."""
+    """Would catch: padding that reaches a real row, a slot or bridge that is not filled, a frozen size or scalar,
+    memory reused too early, an output that a later call overwrites, a lost or repeated side effect, a wrong stride,
+    and a backend that is right only because nothing is captured."""
     totals: Counter[str] = Counter()
 
     @settings(
@@ -457,12 +505,13 @@ def test_padded_replay_is_eager() -> None:
     prop()
     assert totals["padded"] * 2 > totals["models"], f"most calls must have padded rows: {totals}"
     assert totals["replays"] * 3 > totals["calls"], f"too few calls were replays: {totals}"
+    assert totals["eager"] * 50 < totals["calls"], f"too many calls were eager: {totals}"
 
 
 @pytest.mark.parametrize("name", sorted({*MIXERS, *INPLACE}))
 def test_each_operation_alone(name: str) -> None:
     """Every operation of the vocabulary between two linears: says at once which one a random example stumbled over."""
-    calls = tuple(CallSpec(3, n) for n in (5, 4, 5, 7, 3, 8))
+    calls = tuple(CallSpec(3, n) for n in (5, 4, 5, 7, 4, 8))
     layers = (LayerSpec(mlp="gelu", norm="rms", ops=(name,)), LayerSpec(mlp="relu"))
     run_spec(Spec(False, "t", True, "learned", layers, (), "tuple", (6, 8), calls))
 
@@ -492,9 +541,8 @@ def simpler(spec: Spec) -> list[Spec]:
     found = [dataclasses.replace(spec, calls=spec.calls[:i] + spec.calls[i + 1 :]) for i in range(len(spec.calls))]
     for i, layer in enumerate(spec.layers):
         rest = [dataclasses.replace(layer, ops=layer.ops[:k] + layer.ops[k + 1 :]) for k in range(len(layer.ops))]
-        for name in ("attention", "mlp", "norm"):
-            if getattr(layer, name) != "none":
-                rest.append(dataclasses.replace(layer, **{name: "none"}))
+        used = [name for name in ("attention", "mlp", "norm") if getattr(layer, name) != "none"]
+        rest += [dataclasses.replace(layer, **{name: "none"}) for name in used]
         found += [dataclasses.replace(spec, layers=(*spec.layers[:i], r, *spec.layers[i + 1 :])) for r in rest]
         if len(spec.layers) > 1:
             found.append(dataclasses.replace(spec, layers=spec.layers[:i] + spec.layers[i + 1 :]))

@@ -8,7 +8,7 @@ a higher-order op (``flex_attention``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 import torch
@@ -29,15 +29,18 @@ def _key(target: Any) -> Any:
     if isinstance(target, OpOverloadPacket):
         return str(target._qualified_op_name)
     if isinstance(target, HigherOrderOperator):
-        return target.name()
+        return f"higher_order::{target.name()}"
+    if isinstance(target, torch.library.CustomOpDef):
+        return str(target._qualname)
     if isinstance(target, str):
         name = target.strip().replace(".", "::", 1) if "::" not in target else target.strip()
         if "::" not in name or not all(name.split("::")):
             raise BreakOpError(target, "is not a name like 'library::operation'")
         return name
-    if isinstance(target, type) and issubclass(target, torch.nn.Module):
-        raise BreakOpError(target.__name__, "module classes cannot be break ops; mark the function that it calls")
-    if callable(target):
+    if isinstance(target, torch.nn.Module) or (isinstance(target, type) and issubclass(target, torch.nn.Module)):
+        name = getattr(target, "__name__", type(target).__name__)
+        raise BreakOpError(name, "modules cannot be break ops; mark the function that it calls")
+    if callable(target) and isinstance(target, Hashable):
         return target
     raise BreakOpError(repr(target), "is neither an operator, a name like 'library::operation', nor a function")
 
@@ -78,7 +81,7 @@ def _names(node: Node) -> list[Any]:
         full = str(target._schema.name)
         names += [full, f"{full}.{target._overloadname or 'default'}"]
     elif isinstance(target, HigherOrderOperator):
-        names += [target.name(), f"higher_order::{target.name()}"]
+        names.append(f"higher_order::{target.name()}")
     elif callable(target):
         names.append(target)
     return names

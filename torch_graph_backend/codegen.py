@@ -8,8 +8,11 @@ ones in an eager region. A value is deleted after its last use, so eager memory 
 
 from __future__ import annotations
 
+import builtins
 import itertools
+import keyword
 import linecache
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +28,8 @@ from torch_graph_backend.passes.torch_api import OpOverload, PythonPrinter
 from torch_graph_backend.plan import CapturedSegment, EagerRegion, Plan, Ref
 
 _COUNTER = itertools.count()
+#: Names that the generated module defines or reads itself.
+_RESERVED = {"run", "sizes_of", "math", "torch", "A", "S", "F", *keyword.kwlist, *dir(builtins)}
 _LITERALS = (int, bool, str, type(None))
 
 
@@ -52,8 +57,6 @@ def size_function(names: Sequence[str], exprs: Sequence[sympy.Expr | bool]) -> C
 def _execute(source: str, scope: dict[str, Any]) -> dict[str, Any]:
     filename = f"<torch_graph_backend {next(_COUNTER)}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
-    import math
-
     scope |= {"math": math, "torch": torch}
     exec(compile(source, filename, "exec"), scope)
     return scope
@@ -84,8 +87,9 @@ class _Writer:
         found = self.by_id.get(id(value))
         if found is None:
             name = "".join(c if c.isalnum() else "_" for c in hint)
-            while name in self.bound or name in self.symbols or name in self.nodes:
-                name += "_"
+            taken = (self.bound, self.symbols, self.nodes, _RESERVED)
+            while any(name in names for names in taken) or name.startswith("step_") or not name.isidentifier():
+                name = f"{name}_" if name[:1].isalpha() and not name.startswith("step_") else f"op_{name}"
             self.bound[name] = value
             found = self.by_id[id(value)] = name
         return found

@@ -28,6 +28,10 @@ from torch_graph_backend.slots import CutView, Filler, Sizes, Window, buffer_str
 _FRAMES = 64
 
 
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
 class Entry:
     """Static memory and recordings of one key. ``first_done`` and ``recordings`` are its state."""
 
@@ -57,10 +61,11 @@ class Entry:
         self.moves = 0
         self.running = False
         self.frames: OrderedDict[tuple[int, ...], Frame] = OrderedDict()
-        self.owned = {t.untyped_storage().data_ptr() for t in (*self.slots, *self.bridges)} - {0}
+        self.owned = {_storage(t) for t in (*self.slots, *self.bridges)} - {0}
 
     def _buffer(self, spec: Any) -> torch.Tensor:
-        shape, stride = buffer_strides(spec, self.bucket)
+        exact = frozenset(s.symbol for s in self.plan.symbols if s.kind == "exact")
+        shape, stride = buffer_strides(spec, self.bucket, exact)
         return self.recorder.allocate(shape, stride, spec.dtype)
 
     # -- segments ------------------------------------------------------------------------------------------------
@@ -102,7 +107,8 @@ class Entry:
                 recordings[step.index] = made
                 values.update(zip(step.outputs, made.outputs, strict=True))
         self.recordings, self.static = recordings, values
-        self.owned |= {t.untyped_storage().data_ptr() for t in values.values() if isinstance(t, torch.Tensor)} - {0}
+        theirs = {_storage(args[i]) for i in self.plan.pinned}  # a captured view of an argument is not ours
+        self.owned |= {_storage(t) for t in values.values() if isinstance(t, torch.Tensor)} - {0} - theirs
         pinned = [i for i in self.plan.pinned if args[i].numel()]
         self.pins = ([args[i].data_ptr() if i in pinned else 0 for i in range(len(args))], pinned)
         self.frames.clear()
@@ -207,7 +213,7 @@ class Frame:
             return any(self._ours(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
         if tensor.layout is not torch.strided:
             return False
-        return tensor.untyped_storage().data_ptr() in self.entry.owned
+        return _storage(tensor) in self.entry.owned
 
 
 class FirstFrame(Frame):

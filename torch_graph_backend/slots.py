@@ -47,7 +47,10 @@ class Window:
     def at(padding: Padding, bucket: Sizes) -> Window:
         dims = []
         for dim, entries in padding:
-            placed = sorted((evaluate(o, bucket), s, evaluate(i, bucket)) for s, o, i in entries)
+            # Outermost first: by the symbols outside of it, since a size of 1 makes two outer products equal.
+            symbols = {s for s, _, _ in entries}
+            inside_out = sorted(entries, key=lambda e: len(sympy.sympify(e[1]).free_symbols & symbols))
+            placed = [(evaluate(o, bucket), s, evaluate(i, bucket)) for s, o, i in inside_out]
             factors: list[Factor] = []
             done = 1
             for outer, symbol, _ in placed:
@@ -83,12 +86,22 @@ class Window:
         return tensor
 
 
-def buffer_strides(spec: TensorSpec, bucket: Sizes) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Sizes and strides of a buffer: eager's strides, but dense where eager's tensor is expanded (stride 0)."""
+def buffer_strides(
+    spec: TensorSpec, bucket: Sizes, own: frozenset[sympy.Symbol] = frozenset()
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sizes and strides of a buffer: eager's strides, but dense where entries of eager's tensor share memory.
+
+    Dense too where strides depend on a symbol of ``own`` (exact sizes): those are not the key's to know.
+    """
     shape = tuple(evaluate(s, bucket) for s in spec.shape)
+    if any(own & sympy.sympify(st).free_symbols for st in spec.stride):
+        return shape, tuple(torch.empty(shape, device="meta").stride())
     stride = tuple(evaluate(s, bucket) for s in spec.stride)
-    if any(st == 0 and n > 1 for n, st in zip(shape, stride, strict=True)):
-        stride = tuple(torch.empty(shape, device="meta").stride())
+    reach = 1  # entries spanned by the dimensions with smaller strides
+    for st, n in sorted((st, n) for n, st in zip(shape, stride, strict=True) if n > 1):
+        if st < reach:
+            return shape, tuple(torch.empty(shape, device="meta").stride())
+        reach += (n - 1) * st
     return shape, stride
 
 
