@@ -125,6 +125,7 @@ def _body_writes(body: GraphModule) -> bool:
             func = getattr(n.target, "__name__", "")
             mutable = isinstance(n.target, OpOverload) and n.target._schema.is_mutable
             inplace = func.endswith("_") and not func.endswith("__")
+            inplace = inplace or bool(n.kwargs.get("inplace")) or "norm" in func  # which may update statistics
             if mutable or inplace or n.target in _INPLACE_OPERATORS or "out" in n.kwargs or "triton" in func:
                 return True
         if n.op == "get_attr":
@@ -268,7 +269,7 @@ def _memory_order(
         writes_caller = bool(wrote & caller)
         before: dict[Node, None] = {}
         if is_effect(node):
-            wrote.add(EFFECTS)
+            wrote |= {EFFECTS, RANDOM}
         if is_effect(node) or may_raise(node):
             before.update(dict.fromkeys(caller_writes))
             raisers.append(node)

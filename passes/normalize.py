@@ -23,19 +23,28 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from .alias import arguments, may_raise
+from .cleanup import drop_dead, fold_constant_copies
 from .reasons import Reason
 from .source_lines import user_line
+from .templates import (
+    Method,
+    NormaliseError,
+    Template,
+    callable_of,
+    is_identity,
+    leaf_key,
+    leaves_of,
+    mode_key,
+    trace_template,
+)
 from .torch_api import (
     FakeTensor,
     FakeTensorMode,
     HigherOrderOperator,
-    OpOverload,
     enable_python_dispatcher,
     enter_autocast,
     exit_autocast,
     log_api_usage,
-    make_fx,
     map_aggregate,
     set_grad_enabled,
 )
@@ -44,14 +53,6 @@ aten = torch.ops.aten
 
 #: Higher-order ops that only wrap a body (checkpointing, regional compilation): without gradients, the body itself.
 _INLINED = {"tag_activation_checkpoint", "wrap", "invoke_subgraph", "wrap_activation_checkpoint"}
-
-
-class NormaliseError(Exception):
-    """The graph cannot be normalised; ``reason`` says why. The Dynamo graph itself is still right."""
-
-    def __init__(self, reason: Reason) -> None:
-        super().__init__(str(reason))
-        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -71,20 +72,12 @@ class NormalGraph:
     reused: int
 
 
-@dataclass(frozen=True)
-class _Template:
-    """One traced structure: a small ATen graph, and the tensors it lifted as attributes."""
-
-    graph: Graph
-    constants: dict[str, Any]
-
-
 @dataclass
 class _State:
     graph: Graph = field(default_factory=Graph)
     constants: dict[str, Any] = field(default_factory=dict)
     autocast: list[tuple[Any, ...]] = field(default_factory=list)
-    templates: dict[Any, _Template] = field(default_factory=dict)
+    templates: dict[Any, Template] = field(default_factory=dict)
     turns_grad_on: bool = False
     traced: int = 0
     reused: int = 0
@@ -204,7 +197,7 @@ class _Normaliser:
         if node.op == "call_module":
             return self.opaque(node, self.constant(gm.get_submodule(str(target)), str(target)), args, kwargs)
         try:
-            return self.traced(_callable(node), node, args, kwargs)
+            return self.traced(callable_of(node), node, args, kwargs)
         except NormaliseError:
             raise
         except Exception as error:  # the node stays as Dynamo recorded it, and says so
@@ -256,7 +249,7 @@ class _Normaliser:
             for n in members:
                 a = map_aggregate(n.args, lambda x: local[x] if isinstance(x, Node) else x)
                 k = map_aggregate(n.kwargs, lambda x: local[x] if isinstance(x, Node) else x)
-                local[n] = _callable(n)(*a, **k)
+                local[n] = callable_of(n)(*a, **k)
             return tuple(local[n] for n in results)
 
         try:
@@ -275,18 +268,18 @@ class _Normaliser:
     # -- one node ------------------------------------------------------------------------------------------------
 
     def traced(self, function: Callable[..., Any], node: Node, args: Any, kwargs: Any, memo: bool = True) -> Any:
-        leaves, spec_key = _leaves((args, kwargs))
+        leaves, spec_key = leaves_of((args, kwargs))
         if not leaves:
             return self.without_tensors(function, node, args, kwargs)
-        key = (function, spec_key, tuple(_leaf_key(n) for n in leaves), _mode_key()) if memo else None
+        key = (function, spec_key, tuple(leaf_key(n) for n in leaves), mode_key()) if memo else None
         try:
             template = self.s.templates.get(key) if key is not None else None
         except TypeError:  # an unhashable constant: trace it on its own
             key, template = None, None
         if template is None:
-            template = self.trace(function, leaves, args, kwargs, pre_dispatch=memo)
+            template = trace_template(function, leaves, args, kwargs, pre_dispatch=memo)
             self.s.traced += 1
-            if key is not None:
+            if key is not None and not template.makes_sizes:
                 self.s.templates[key] = template
         else:
             self.s.reused += 1
@@ -296,37 +289,10 @@ class _Normaliser:
         """A call with constants only: a factory (traced) or plain Python (computed now)."""
         if node.op == "call_function" and node.target in (log_api_usage,):
             return None
-        template = self.trace(function, [], args, kwargs)
+        template = trace_template(function, [], args, kwargs)
         return self.instantiate(template, [], node)
 
-    def trace(
-        self, function: Callable[..., Any], leaves: list[Node], args: Any, kwargs: Any, pre_dispatch: bool = True
-    ) -> _Template:
-        position = {n: i for i, n in enumerate(leaves)}
-
-        def body(*values: Any) -> Any:
-            a, k = map_aggregate((args, kwargs), lambda x: values[position[x]] if isinstance(x, Node) else x)
-            return function(*a, **k)
-
-        fakes = self.distinct([n.meta["val"] for n in leaves])
-        gm = make_fx(body, tracing_mode="real", pre_dispatch=pre_dispatch, _allow_non_fake_inputs=True)(*fakes)
-        _functional_views(gm.graph)
-        constants = {str(n.target): getattr(gm, str(n.target)) for n in gm.graph.nodes if n.op == "get_attr"}
-        _note_aliases(gm.graph)
-        return _Template(gm.graph, constants)
-
-    def distinct(self, values: list[Any]) -> list[Any]:
-        """make_fx finds an argument by object identity, so two nodes must not share one fake tensor."""
-        seen: set[int] = set()
-        out = []
-        for v in values:
-            if isinstance(v, torch.Tensor) and id(v) in seen:
-                v = torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
-            seen.add(id(v))
-            out.append(v)
-        return out
-
-    def instantiate(self, template: _Template, leaves: list[Node], node: Node) -> Any:
+    def instantiate(self, template: Template, leaves: list[Node], node: Node) -> Any:
         env: dict[Node, Any] = {}
         inputs = iter(leaves)
         for old in template.graph.nodes:
@@ -341,7 +307,7 @@ class _Normaliser:
             elif old.target in (aten.lift_fresh_copy.default, aten.detach_.default):
                 # A literal tensor: the constant itself (its users are checked for mutation when the plan is made).
                 env[old] = self.fresh_constant(old, env, node)
-            elif _is_identity(old):
+            elif is_identity(old):
                 env[old] = env[old.args[0]]
             else:
                 new = self.s.graph.node_copy(old, lambda a: env[a])
@@ -364,7 +330,7 @@ class _Normaliser:
             target: Any = _call_module
             args = (module, *args)
         else:
-            target = node.target if node.op == "call_function" else _Method(str(node.target))
+            target = node.target if node.op == "call_function" else Method(str(node.target))
         new = self.s.graph.create_node("call_function", target, tuple(args), dict(kwargs), name=node.name)
         self.annotate(new, node, node.meta.get("example_value"))
         new.meta["opaque"] = f"{type(error).__name__}: {error}" if error is not None else "a module call"
@@ -391,8 +357,8 @@ class _Normaliser:
 
     def finish(self, outputs: Any) -> NormalGraph:
         self.s.graph.output(outputs)
-        _fold_constant_copies(self.s.graph)
-        _drop_dead(self.s.graph)
+        fold_constant_copies(self.s.graph)
+        drop_dead(self.s.graph)
         return NormalGraph(
             self.s.graph,
             self.s.constants,
@@ -404,27 +370,8 @@ class _Normaliser:
         )
 
 
-class _Method:
-    """A callable for ``tensor.name(...)`` that prints as such."""
-
-    def __init__(self, name: str) -> None:
-        self.name = self.__name__ = name
-
-    def __call__(self, this: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(this, self.name)(*args, **kwargs)
-
-
 def _call_module(module: Any, *args: Any, **kwargs: Any) -> Any:
     return module(*args, **kwargs)
-
-
-_METHODS: dict[str, _Method] = {}
-
-
-def _callable(node: Node) -> Callable[..., Any]:
-    if node.op == "call_method":
-        return _METHODS.setdefault(str(node.target), _Method(str(node.target)))
-    return node.target  # type: ignore[return-value]
 
 
 def _units(graph: Graph) -> Iterator[tuple[Node, list[Node]]]:
@@ -444,145 +391,3 @@ def _units(graph: Graph) -> Iterator[tuple[Node, list[Node]]]:
                 group = []
         else:
             yield node, [node]
-
-
-def _leaves(tree: Any) -> tuple[list[Node], Any]:
-    """Distinct nodes of an argument tree, and a hashable key of everything else."""
-    position: dict[Node, int] = {}
-    return_key = _tree_key(tree, position)
-    return list(position), return_key
-
-
-def _tree_key(tree: Any, position: dict[Node, int]) -> Any:
-    if isinstance(tree, Node):
-        return ("node", position.setdefault(tree, len(position)))
-    if isinstance(tree, (tuple, list)):
-        return (type(tree).__name__, *(_tree_key(t, position) for t in tree))
-    if isinstance(tree, dict):
-        return ("dict", *((k, _tree_key(v, position)) for k, v in tree.items()))
-    if isinstance(tree, slice):
-        return ("slice", *(_tree_key(t, position) for t in (tree.start, tree.stop, tree.step)))
-    if isinstance(tree, float):
-        return ("float", repr(tree))  # -0.0 == 0.0, and nan != nan
-    return (type(tree), tree)  # True == 1 == 1.0
-
-
-def _leaf_key(node: Node) -> Any:
-    value = node.meta["val"]
-    if isinstance(value, FakeTensor) or type(value) in (torch.Tensor, torch.nn.Parameter):
-        sizes = tuple(_expr(s) for s in value.shape)
-        strides = tuple(_expr(s) for s in value.stride()) if value.layout is torch.strided else ()
-        bits = (value.is_conj(), value.is_neg(), value.requires_grad, type(value).__name__)
-        return (sizes, strides, value.dtype, value.device, value.layout, bits)
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return (type(value).__name__, value.node.expr)
-    if isinstance(value, torch.Tensor):
-        return id(node)  # a subclass: never shared
-    return (type(value), value)
-
-
-def _expr(size: Any) -> Any:
-    return size.node.expr if isinstance(size, torch.SymInt) else size
-
-
-def _mode_key() -> Any:
-    kinds = ("cpu", "cuda")
-    states = tuple((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
-    return states, torch.get_default_dtype()
-
-
-def _functional_views(graph: Graph) -> None:
-    """``squeeze_`` and the like on a value made in this trace become plain views; on an argument they are refused."""
-    for node in list(graph.nodes):
-        target = node.target
-        if (
-            not isinstance(target, OpOverload)
-            or torch.Tag.inplace_view not in target.tags
-            or target is aten.detach_.default
-        ):
-            continue
-        packet = getattr(aten, target.overloadpacket.__name__.removesuffix("_"), None)
-        plain = getattr(packet, target._overloadname, None)
-        if node.args[0].op != "call_function" or plain is None:
-            text = f"{target} changes the shape or strides of a tensor in place"
-            raise NormaliseError(Reason("metadata-mutation", text))
-        node.target = plain
-        later = set(_after(node))
-        node.args[0].replace_all_uses_with(node, delete_user_cb=lambda user, later=later: user in later)
-
-
-def _after(node: Node) -> Iterator[Node]:
-    current = node.next
-    while current.op != "root":
-        yield current
-        current = current.next
-
-
-def _note_aliases(graph: Graph) -> None:
-    """``meta["aliases"]``: the inputs whose storage a result shares, seen on the fake tensors of this trace.
-
-    Schemas alone do not tell: ``aten::dropout`` at inference, ``type_as`` or ``atleast_1d`` return their input.
-    """
-    for node in graph.nodes:
-        mine = _storages(node.meta.get("val"))
-        node.meta["aliases"] = tuple(a for a in node.all_input_nodes if mine & _storages(a.meta.get("val")))
-
-
-def _storages(value: Any) -> set[int]:
-    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-        return {value.untyped_storage()._cdata}
-    if isinstance(value, (tuple, list)):
-        return set().union(*(_storages(v) for v in value)) if value else set()
-    return set()
-
-
-_CONVERSIONS = {"to", "contiguous", "type_as"}
-_DROPOUTS = {"dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"}
-
-
-def _is_identity(node: Node) -> bool:
-    """The operation returns its very argument: a conversion to what it is already, dropout that drops nothing.
-
-    (The fake implementation of dropout shows a copy; eager returns the argument.)
-    """
-    target = node.target
-    if not isinstance(target, OpOverload):
-        return False
-    if target.overloadpacket.__name__ in _DROPOUTS:
-        named = arguments(node)
-        return named.get("train") is False or named.get("p") == 0
-    if target.overloadpacket.__name__ not in _CONVERSIONS or node.args[0] not in node.meta["aliases"]:
-        return False
-    mine, theirs = _leaf_key(node), _leaf_key(node.args[0])
-    return isinstance(mine, tuple) and mine[:5] == theirs[:5]
-
-
-def _fold_constant_copies(graph: Graph) -> None:
-    """``torch.tensor([])`` makes a fresh tensor at every call; where nobody changes or keeps it, the constant will do."""
-    for node in graph.nodes:
-        if (
-            node.target is aten.clone.default
-            and node.args[0].op == "get_attr"
-            and all(_only_reads(u) for u in node.users)
-        ):
-            node.replace_all_uses_with(node.args[0])
-
-
-def _only_reads(node: Node) -> bool:
-    target = node.target
-    return isinstance(target, OpOverload) and not target._schema.is_mutable and not node.meta["aliases"]
-
-
-def _drop_dead(graph: Graph) -> None:
-    """Remove unused nodes without effects (fx keeps what it cannot judge; ops with random state stay too)."""
-    for node in reversed(list(graph.nodes)):
-        if node.op in ("placeholder", "output") or node.users or node.meta.get("opaque"):
-            continue
-        target = node.target
-        if node.op == "get_attr" or target is operator.getitem or not isinstance(target, OpOverload):
-            pure = node.op == "get_attr" or not isinstance(target, HigherOrderOperator)
-        else:
-            pure = not target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in target.tags
-            pure = pure and bool(target._schema.returns) and not may_raise(node)
-        if pure:
-            graph.erase_node(node)

@@ -46,10 +46,22 @@ def _bound(call: Call, operands: list[Operand]) -> sympy.Expr | None:
     return UNBOUNDED
 
 
+_INTEGER_DIVISIONS = {"div", "divide", "floor_divide", "remainder", "fmod"}
+
+
+def _no_new_zero(call: Call, operands: Sequence[Operand]) -> None:
+    """Integer division raises on a zero, which a divisor that counts on in padded rows could reach there alone."""
+    if call.op.overloadpacket.__name__.rstrip("_") not in _INTEGER_DIVISIONS:
+        return
+    if any(o.layout.bound is not None and not o.dtype.is_floating_point for o in operands[-1:]):
+        raise RefusedError("a divisor that counts on in padded rows could be zero there")
+
+
 @rule(*UNTAGGED)
 def pointwise(call: Call) -> Sequence[Layout]:
     """Operands broadcast. A size among them never gets here: no size argument is declared."""
     operands = call.tensors()
+    _no_new_zero(call, operands)
     axes = broadcast(call, operands, len(call.out))
     uniform = all(o.constant for o in operands) and any(o.layout.uniform for o in operands)
     return for_outputs(call, Layout.of(axes, uniform, _bound(call, operands)))

@@ -9,7 +9,18 @@ from typing import Any
 import sympy
 
 from .layout import ONE, PLAIN, Axis, Layout, canonical, exact_quotient, mentions, product, same
-from .padding_rules_base import Call, Operand, RefusedError, broadcast, content, drop, for_outputs, forbid, rule
+from .padding_rules_base import (
+    UNBOUNDED,
+    Call,
+    Operand,
+    RefusedError,
+    broadcast,
+    content,
+    drop,
+    for_outputs,
+    forbid,
+    rule,
+)
 
 Shape = tuple[sympy.Expr, ...]
 
@@ -279,7 +290,7 @@ def _prefix(call: Call, x: Operand, dim: int, start: sympy.Expr, step: int) -> L
     call.oblige(sympy.Le(start + step * (size - 1) + 1, x.shape[dim]))
     bound = x.layout.bound
     if bound is None and not x.dtype.is_floating_point:
-        bound = sympy.Integer(0)
+        bound = UNBOUNDED  # the table's rows beyond the real ones hold whatever they hold
     return Layout.of(dict(x.layout.axes) | {dim: axis}, x.layout.uniform, bound)
 
 

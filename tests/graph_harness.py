@@ -118,11 +118,13 @@ def execute(seen: Seen, args: Sequence[Any]) -> Any:
 
 
 def assert_same(got: Any, want: Any) -> None:
-    """Same structure; tensors equal bit for bit (NaN equals NaN), with dtype, shape and strides."""
+    """Same structure; tensors equal bit for bit (any NaN equals any other), with dtype, shape and strides."""
     if isinstance(want, torch.Tensor):
         assert isinstance(got, torch.Tensor)
         assert (got.dtype, got.shape, got.stride()) == (want.dtype, want.shape, want.stride())
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+        if want.is_floating_point():  # -0.0 == 0.0
+            assert torch.equal(torch.signbit(got) & ~got.isnan(), torch.signbit(want) & ~want.isnan())
     elif isinstance(want, (tuple, list)):
         assert len(got) == len(want)
         for g, w in zip(got, want, strict=True):

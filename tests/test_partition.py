@@ -26,7 +26,10 @@ def dags(draw: st.DrawFn, most: int = 12) -> Dag:
     """A random program: node i depends on some earlier nodes."""
     n = draw(st.integers(0, most))
     kinds = tuple(draw(st.booleans()) for _ in range(n))
-    needs = tuple(tuple(sorted(draw(st.sets(st.integers(0, i - 1), max_size=3)))) if i else () for i in range(n))
+    most_needs = draw(st.integers(1, 3))  # sparse programs have several chains that a schedule can interleave
+    needs = tuple(
+        tuple(sorted(draw(st.sets(st.integers(0, i - 1), max_size=most_needs)))) if i else () for i in range(n)
+    )
     return Dag(kinds, needs)
 
 
@@ -113,6 +116,13 @@ def test_either_kind_may_come_first() -> None:
     assert [p.captured for p in run(Dag((False, True, True), ((), (0,), (1,))))[1]] == [False, True]
     assert [p.captured for p in run(Dag((True, False), ((), (0,))))[1]] == [True, False]
     assert [p.captured for p in run(Dag((True, False, True), ((), (), (1,))))[1]] == [False, True]
+
+
+def test_two_chains_interleave() -> None:
+    """Captured, eager, captured beside eager, captured: two segments serve both chains, started at either end."""
+    _, phases = run(Dag((True, False, True, False, True), ((), (0,), (1,), (), (3,))))
+    assert [p.captured for p in phases] == [True, False, True]
+    assert [len(p.nodes) for p in phases] == [1, 2, 2]
 
 
 def test_independent_nodes_move_past_a_break() -> None:

@@ -1,4 +1,4 @@
-"""Start-up: what normalising, planning and recording cost beside Dynamo's own tracing, for HF Llama at 16 and 32 layers.
+"""Start-up: what normalising, planning and recording cost beside Dynamo's own tracing (HF Llama, 16 and 32 layers).
 
     python tests/bench/startup.py [out.json] [--layers 16 32] [--hidden 64]
 
