@@ -242,8 +242,11 @@ class _Interpreter:
     def consistent(self, layouts: PerSymbol) -> bool:
         """In a dimension that carries two symbols, exactly one lies outside the other: [B][T] or [T][B].
 
-        Each symbol is judged alone, so a fresh tensor of size B * T has a layout for either, but not for both.
+        Each symbol is judged alone, so a fresh tensor of size B * T has a layout for either, but not for both (unless
+        it is uniform: then any will do).
         """
+        if all(layout is None or layout.uniform or not layout.axes for layout in layouts):
+            return True
         placed: dict[int, list[tuple[sympy.Symbol, sympy.Expr]]] = {}
         for symbol, layout in zip(self.symbols, layouts, strict=True):
             for dim, axis in layout.axes if layout is not None else ():

@@ -185,7 +185,8 @@ CASES = {
     "embedding of padded table": (lambda i, a: F.embedding(i, a), ["i:3", "T,8"], {"embedding": P}),
     "positions": (lambda i, w: w[torch.arange(i.shape[1]) + 2] + F.embedding(i, w), ["i:B,T", "64,8"], {}),
     "positions beyond the table": (lambda i, w: F.embedding(i.cumsum(0), w), ["i:T", "64,8"], {"embedding": P}),
-    "position buffer": (lambda i, p, w: F.embedding(p[:, : i.shape[1]], w), ["i:B,T", "i:1,64", "64,8"], {}),
+    "position buffer": (lambda i, p, w: F.embedding(p[:, : i.shape[1]], w), ["i:B,T", "i:1,64", "64,8"],
+                        {"embedding": P}),
     "index_select": (lambda a, i, w: w.index_select(0, i), ["T,8", "i:T", "10,8"], {}),
     "gather features": (lambda a, i: a.gather(1, i), ["T,8", "i:T,2"], {}),
     "gather tokens": (lambda a, i: a.gather(0, i), ["T,8", "i:2,8"], {"gather": P}),
@@ -212,7 +213,7 @@ CASES = {
                                          {"add_": P}),
     "write scores into new memory": (lambda a: torch.zeros(a.shape[0], 8).copy_(a), ["T,8"], {}),
     "flat write in other order": (lambda a: torch.zeros(a.shape[0] * a.shape[1]).copy_(a.reshape(-1)), ["B,T"],
-                                  {"copy_": P}),
+                                  {"zeros": D, "copy_": D}),
     # models
     "rotary": (lambda a: rotate(a, torch.arange(a.shape[-2])), ["B,2,T,8"], {}),
     "MoE": (moe, ["T,8", "8,4", "4,8,8"], {}),
@@ -237,7 +238,7 @@ WRONG = [
     "cosine similarity, tokens", "batch norm train", "matmul over tokens", "mv, dot", "einsum over tokens",
     "attention, keys", "scramble", "last row", "table suffix", "arange down",
     "reversed positions", "dropout on", "one_hot count", "write through table prefix", "counter plus size",
-    "index_copy_ rows", "index_add_ rows", "size as data, fill", "size as tensor", "flat write in other order",
+    "index_copy_ rows", "index_add_ rows", "size as data, fill", "size as tensor",
 ]  # fmt: skip
 
 

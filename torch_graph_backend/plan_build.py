@@ -62,7 +62,18 @@ def padding_of(layouts: dict[sympy.Symbol, Layout]) -> Padding:
     for symbol, layout in layouts.items():
         for dim, axis in layout.axes:
             dims.setdefault(dim, []).append((symbol, axis.outer, axis.inner))
-    return tuple((d, tuple(dims[d])) for d in sorted(dims))
+    return tuple((d, tuple(_one_inside_the_other(dims[d]))) for d in sorted(dims))
+
+
+def _one_inside_the_other(
+    entries: list[tuple[sympy.Symbol, sympy.Expr, sympy.Expr]],
+) -> list[tuple[sympy.Symbol, sympy.Expr, sympy.Expr]]:
+    """A uniform tensor fits any layout and may come with two that do not fit each other: the second goes inside."""
+    if len(entries) == 2:
+        (a, outer_a, inner_a), (b, outer_b, inner_b) = entries
+        if b not in outer_a.free_symbols and a not in outer_b.free_symbols:
+            return [(a, outer_a, inner_a), (b, outer_a * a, sympy.cancel(inner_a / b))]
+    return entries
 
 
 class _Builder:
