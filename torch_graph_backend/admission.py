@@ -7,6 +7,7 @@ placeholder's dtype can lie; what a recording relies on is checked here on every
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +48,11 @@ class Bounds:
         guards = {g.expr for g in env.guards if g.expr.free_symbols and g.expr.free_symbols <= known} | set(conditions)
         ranges = [(s, r.lower, r.upper) for s, r in env.var_to_range.items() if s in known]
         return Bounds(tuple(sorted(guards, key=str)), tuple(ranges))
+
+    def limit(self, symbol: sympy.Symbol) -> int:
+        """The largest size that the traced code allows: the last bucket is cut down to it."""
+        upper = next((high for s, _, high in self.ranges if s == symbol), None)
+        return int(upper) if isinstance(upper, sympy.Integer) else sys.maxsize
 
     def broken_by(self, sizes: Sizes) -> Reason | None:
         """The first assumption that fails at these sizes."""
@@ -89,7 +95,9 @@ class Keys:
                 text = f"{name} is {n}, the largest bucket is {ladder.largest}"
                 return Reason("beyond-largest-bucket", text, fix="list a larger size in options['buckets']")
             at = ladder.sizes.index(first) if first in ladder.sizes else None
-            options.append([first] if at is None else ladder.sizes[at : at + _TRIES])
+            sizes_up = [first] if at is None else ladder.sizes[at : at + _TRIES]
+            limit = self.bounds.limit(self.plan.symbols[i].symbol)
+            options.append(list(dict.fromkeys(min(b, max(limit, n)) for b in sizes_up)))
         pinned = tuple(sizes[i] for i in self.pinned)
         broken: Reason | None = None
         for choice in itertools.product(*options):
