@@ -20,6 +20,7 @@ UNTAGGED = (
     "special_digamma", "special_gammaln", "special_logit", "special_round", "special_sinc", "silu_backward",
     "softplus_backward", "hardswish_backward", "elu_backward", "hardtanh_backward", "max.other", "where.Scalar",
     "where.ScalarOther", "where.ScalarSelf", "where.self", "min.other", "masked_fill.Scalar", "masked_fill.Tensor",
+    "celu", "elu", "hardsigmoid", "hardtanh", "leaky_relu", "selu",  # tagged from torch 2.13 on (not in 2.11)
     "bitwise_not", "conj", "_conj", "resolve_conj", "resolve_neg", "conj_physical", "real", "imag",
 )  # fmt: skip
 

@@ -158,14 +158,16 @@ def test_static_cache() -> None:
         for i, (p, expected) in enumerate(zip(prompts, want, strict=True)):
             assert torch.equal(generate(twin, p, **kwargs), expected), f"tokens of prompt {i} differ"
         stats, plans = tgb.stats(twin), tgb.plans(twin)
+    # A cache is as long as its prompt and answer: the bucket of the longest prompt is cut down to it.
     assert not stats.eager, stats
-    assert stats.replays > 0, stats
+    assert stats.replays > stats.first_calls, stats
     assert stats.replays == stats.calls - stats.first_calls, stats
     for plan in plans:
         assert plan.captured_ops()["aten.linear"] == 7 * LAYERS + 1, f"a linear runs eagerly\n{plan}"
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning")
 def test_logits_and_cache() -> None:
     """Tokens hide small errors: logits and the cache's own tensors of a prefill and three steps, within 1e-5."""
     model = llama()
