@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 def fold_constant_copies(graph: Graph) -> None:
-    """``torch.tensor([])`` makes a fresh tensor at every call; where nobody changes or keeps it, the constant will do."""
+    """A literal (``torch.tensor([])``) is made afresh at every call; where nobody changes or keeps it, once will do."""
     for node in graph.nodes:
         if (
             node.target is aten.clone.default

@@ -188,8 +188,8 @@ class _Normaliser:
         if target is set_grad_enabled:
             self.s.turns_grad_on |= bool(node.args[0])
             return None
-        args = map_aggregate(node.args, lambda a: env[a] if isinstance(a, Node) else a)
-        kwargs = map_aggregate(node.kwargs, lambda a: env[a] if isinstance(a, Node) else a)
+        args: Any = map_aggregate(node.args, lambda a: env[a] if isinstance(a, Node) else a)
+        kwargs: Any = map_aggregate(node.kwargs, lambda a: env[a] if isinstance(a, Node) else a)
         if target is operator.getitem and isinstance(args[0], (tuple, list, dict)):
             return args[0][args[1]]
         if isinstance(target, HigherOrderOperator):
@@ -224,6 +224,7 @@ class _Normaliser:
         self.s.autocast.pop()
 
     def higher_order(self, gm: GraphModule, node: Node, args: Any, kwargs: Any) -> Any:
+        assert isinstance(node.target, HigherOrderOperator)
         if node.target.name() in _INLINED:
             bodies = [a for a in args if isinstance(a, Node) and isinstance(a.meta["val"], GraphModule)]
             if len(bodies) == 1:
@@ -317,7 +318,7 @@ class _Normaliser:
         return None
 
     def fresh_constant(self, old: Node, env: dict[Node, Any], node: Node) -> Node:
-        source = env[old.args[0]]
+        source: Node = env[old.all_input_nodes[0]]
         if old.target is aten.detach_.default:
             return source
         new = self.s.graph.call_function(aten.clone.default, (source,))

@@ -199,5 +199,5 @@ def is_identity(node: Node) -> bool:
         return named.get("train") is False or named.get("p") == 0
     if target.overloadpacket.__name__ not in _CONVERSIONS or node.args[0] not in node.meta["aliases"]:
         return False
-    mine, theirs = leaf_key(node), leaf_key(node.args[0])
+    mine, theirs = leaf_key(node), leaf_key(node.all_input_nodes[0])
     return isinstance(mine, tuple) and mine[:5] == theirs[:5]

@@ -52,7 +52,7 @@ _compare = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
 
 def data_ptrs_equal(tensors: list[Any], pointers: Sequence[int], which: Sequence[int]) -> bool:
-    """Whether ``tensors[i]`` lies at ``pointers[i]`` for every ``i`` of ``which`` (``pointers`` is as long as ``tensors``)."""
+    """Whether ``tensors[i]`` lies at ``pointers[i]`` for every ``i`` of ``which`` (both lists are equally long)."""
     if _compare is not None:
         return bool(_compare(tensors, pointers, which))
     return all(tensors[i].data_ptr() == pointers[i] for i in which)

@@ -34,7 +34,8 @@ def slot(value: torch.Tensor) -> torch.Tensor:
 def assert_same(got: Any, want: Any) -> None:
     """Bit for bit, with layout. NaN equals NaN: the random programs may divide by zero."""
     assert (got.dtype, got.shape, got.stride()) == (want.dtype, want.shape, want.stride())
-    assert torch.equal(got.isnan(), want.isnan()) and torch.equal(got[~got.isnan()], want[~want.isnan()])
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(got[~got.isnan()], want[~want.isnan()])
 
 
 # --- recording executes nothing ---------------------------------------------------------------------------------------
@@ -60,7 +61,8 @@ def test_recording_leaves_slots_and_closed_over_tensors_alone(recorder: HostReco
         return (x + weight,)
 
     recorder.capture_one(segment, [x])
-    assert torch.equal(x, torch.ones(3, 4)) and torch.equal(weight, torch.ones(4))
+    assert torch.equal(x, torch.ones(3, 4))
+    assert torch.equal(weight, torch.ones(4))
 
 
 def test_results_hold_no_data_until_the_first_replay(recorder: HostRecorder) -> None:
@@ -289,7 +291,8 @@ def test_results_of_a_recording_under_inference_mode_can_be_written_later(record
         allocated = recorder.allocate((2,), (1,), torch.float32)
     recording.outputs[0].add_(1)
     allocated.add_(1)
-    assert not recording.outputs[0].is_inference() and not allocated.is_inference()
+    assert not recording.outputs[0].is_inference()
+    assert not allocated.is_inference()
 
 
 # --- what corrupts a CUDA graph corrupts here -------------------------------------------------------------------------
@@ -317,7 +320,8 @@ def test_a_changed_python_value_is_stale(recorder: HostRecorder) -> None:
     recording = recorder.capture_one(lambda x: (x + position[0], x[position[0] :]), [torch.zeros(5)])
     position[0] = 4
     recorder.replay(recording)
-    assert recording.outputs[0].tolist() == [3.0] * 5 and recording.outputs[1].shape == (2,)
+    assert recording.outputs[0].tolist() == [3.0] * 5
+    assert recording.outputs[1].shape == (2,)
 
 
 def test_a_slot_that_is_not_refilled_is_stale(recorder: HostRecorder) -> None:
@@ -390,7 +394,8 @@ def test_a_dead_result_is_poisoned_at_once(recorder: HostRecorder) -> None:
     recorder.replay(first)
     address = first.outputs[0].data_ptr()
     block = recorder._pool.block_at(address)
-    assert block is not None and bytes(block.memory[:4]) != b"\xff\xff\xff\xff"
+    assert block is not None
+    assert bytes(block.memory[:4]) != b"\xff\xff\xff\xff"
     del first
     assert bytes(block.memory[:32]) == b"\xff" * 32
 
@@ -434,7 +439,8 @@ def test_an_operation_that_cannot_be_recorded_is_refused_and_the_recorder_goes_o
     assert recorder.can_run() is None
     recording = recorder.capture_one(lambda x: (x * 2,), [x])
     recorder.replay(recording)
-    assert recording.outputs[0].tolist() == [2.0] * 3 and recording.kernels == 1
+    assert recording.outputs[0].tolist() == [2.0] * 3
+    assert recording.kernels == 1
 
 
 def test_the_segments_own_exception_is_passed_on(recorder: HostRecorder) -> None:
@@ -444,7 +450,8 @@ def test_the_segments_own_exception_is_passed_on(recorder: HostRecorder) -> None
 
     with pytest.raises(KeyError, match="mine"):
         recorder.capture_one(segment, [torch.ones(3)])
-    assert recorder.leased_bytes == 0 and recorder.can_run() is None
+    assert recorder.leased_bytes == 0
+    assert recorder.can_run() is None
 
 
 def test_a_shape_error_is_raised_when_recording(recorder: HostRecorder) -> None:
@@ -470,7 +477,8 @@ def test_nothing_of_the_recorder_may_be_used_inside_a_segment(recorder: HostReco
         return ()
 
     recorder.capture_one(segment, [])
-    assert codes == ["already-capturing"] and recorder.can_run() is None
+    assert codes == ["already-capturing"]
+    assert recorder.can_run() is None
 
 
 @torch.library.custom_op("host_recorder_test::scale_into", mutates_args={"out"})
@@ -498,7 +506,9 @@ def test_a_custom_operation_that_writes_and_returns_is_run_by_the_replay(recorde
     recording = recorder.capture_one(lambda x, out: (bump(x, out),), [x, out])
     assert not runs
     recorder.replay(recording)
-    assert out.tolist() == [1.0, 1.0] and recording.outputs[0].tolist() == [2.0, 2.0] and runs == [1]
+    assert out.tolist() == [1.0, 1.0]
+    assert recording.outputs[0].tolist() == [2.0, 2.0]
+    assert runs == [1]
 
 
 def test_an_allocation_keeps_overlapping_strides(recorder: HostRecorder) -> None:
@@ -541,7 +551,8 @@ def test_the_pool_stays_flat_over_recordings_that_are_dropped(recorder: HostReco
     size = recorder.pool_bytes
     for _ in range(200):
         recorder.capture_one(three_layers, [x])
-    assert recorder.pool_bytes == size and recorder.leased_bytes == 0
+    assert recorder.pool_bytes == size
+    assert recorder.leased_bytes == 0
 
 
 def test_a_smaller_recording_reuses_the_blocks_of_a_larger_one(recorder: HostRecorder) -> None:
@@ -559,13 +570,15 @@ def test_intermediates_share_memory_within_a_segment(recorder: HostRecorder) -> 
 
     recording = recorder.capture_one(chain, [torch.zeros(256)])
     recorder.replay(recording)
-    assert recorder.pool_bytes == 2 * 1024 and recording.outputs[0].tolist() == [50.0] * 256
+    assert recorder.pool_bytes == 2 * 1024
+    assert recording.outputs[0].tolist() == [50.0] * 256
 
 
 def test_the_best_fitting_block_is_taken(recorder: HostRecorder) -> None:
     recorder.capture_one(lambda: (torch.zeros(1024), torch.zeros(64), torch.zeros(256)), [])
     recording = recorder.capture_one(lambda: (torch.zeros(60),), [])
-    assert recorder.leased_bytes == 256 and recording.outputs[0].untyped_storage().nbytes() == 240
+    assert recorder.leased_bytes == 256
+    assert recording.outputs[0].untyped_storage().nbytes() == 240
 
 
 def test_blocks_are_aligned(recorder: HostRecorder) -> None:
@@ -585,7 +598,8 @@ def test_a_recording_alone_keeps_no_block_taken(recorder: HostRecorder) -> None:
     handle = recording.handle
     assert recorder.leased_bytes > 0
     del recording
-    assert recorder.leased_bytes == 0 and len(handle.steps) > 0
+    assert recorder.leased_bytes == 0
+    assert len(handle.steps) > 0
 
 
 def test_a_replay_after_its_blocks_were_given_away_is_garbage_but_safe(recorder: HostRecorder) -> None:
@@ -613,7 +627,9 @@ def test_another_recorders_recording_is_refused(recorder: HostRecorder) -> None:
 
 def test_allocate_keeps_the_strides_and_lies_outside_the_pool(recorder: HostRecorder) -> None:
     tensor = recorder.allocate((2, 3), (1, 4), torch.bfloat16)
-    assert tensor.stride() == (1, 4) and not tensor.any() and recorder.pool_bytes == 0
+    assert tensor.stride() == (1, 4)
+    assert not tensor.any()
+    assert recorder.pool_bytes == 0
     assert recorder.allocate((0, 3), (3, 1), torch.int64).shape == (0, 3)
 
 
@@ -642,7 +658,9 @@ def test_a_session_sets_and_restores_the_state_also_after_an_exception(
     finally:
         (gc.enable if before[0] else gc.disable)()
         torch.set_autocast_cache_enabled(before[1])
-    assert inside == (False, False, False) and autocast and not grad
+    assert inside == (False, False, False)
+    assert autocast
+    assert not grad
     assert after == (collecting, caching)
 
 

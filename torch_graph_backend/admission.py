@@ -97,7 +97,8 @@ class Keys:
             at = ladder.sizes.index(first) if first in ladder.sizes else None
             sizes_up = [first] if at is None else ladder.sizes[at : at + _TRIES]
             limit = self.bounds.limit(self.plan.symbols[i].symbol)
-            options.append(list(dict.fromkeys(min(b, max(limit, n)) for b in sizes_up)))
+            # Last of all the exact size, which the traced code was made for.
+            options.append(list(dict.fromkeys([*(min(b, max(limit, n)) for b in sizes_up), n])))
         pinned = tuple(sizes[i] for i in self.pinned)
         broken: Reason | None = None
         for choice in itertools.product(*options):
@@ -120,7 +121,7 @@ class Inputs:
     def __init__(self, plan: Plan, normal: NormalGraph, written: Sequence[int]) -> None:
         self.plan, self.written = plan, tuple(written)
         values = [p.meta.get("val") for p in normal.placeholders]
-        self.specs = {i: spec_of(v) for i, v in enumerate(values) if _strided(v)}
+        self.specs = {i: spec_of(v) for i, v in enumerate(values) if isinstance(v, torch.Tensor) and _strided(v)}
         self.aliases: tuple[Any, Reason | None] = (None, None)
         self.expected: dict[tuple[int, ...], list[tuple[int, Any, Any, tuple[int, ...], tuple[int, ...]]]] = {}
 
@@ -191,8 +192,8 @@ class Inputs:
         return None
 
 
-def _strided(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.layout is torch.strided
+def _strided(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided
 
 
 def _dims(spec: TensorSpec, sizes: Sizes) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -205,7 +206,7 @@ def _extent(t: torch.Tensor) -> tuple[int, int, int]:
         return -1, 0, 0
     span = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
     start = t.storage_offset() * t.element_size()
-    return t.untyped_storage().data_ptr(), start, start + span * t.element_size()
+    return t.untyped_storage().data_ptr(), int(start), int(start + span * t.element_size())
 
 
 def grad_reason(args: Sequence[Any], turns_grad_on: bool) -> Reason | None:

@@ -40,9 +40,7 @@ def bcg(
     config = Config.parse(options, mode)
     codes = TracingContext.get_traced_code() or []
     graph = _Compiler(gm, _name(gm, codes), config).compile()
-    weights = [t for t in example_inputs if isinstance(t, torch.nn.Parameter)]
-    weights += [t for t in example_inputs if isinstance(t, torch.Tensor) and not isinstance(t, torch.nn.Parameter)]
-    registry.remember(graph, codes, weights)
+    registry.remember(graph, codes, [t for t in example_inputs if isinstance(t, torch.Tensor)])
     if config.strict and graph.reason is not None and graph.reason.code != "grad":
         raise StrictModeError(graph.reason, graph.name)
     return graph

@@ -59,7 +59,6 @@ class Entry:
         self.static: dict[str, torch.Tensor] = {}
         self.pins: tuple[list[int], list[int]] = ([], [])
         self.moves = 0
-        self.running = False
         self.frames: OrderedDict[tuple[int, ...], Frame] = OrderedDict()
         self.owned = {_storage(t) for t in (*self.slots, *self.bridges)} - {0}
 

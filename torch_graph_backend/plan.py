@@ -133,8 +133,8 @@ class Output:
 @dataclass(frozen=True)
 class Plan:
     """Ordered steps and the memory between them. ``pinned`` are arguments read in place (compared by address);
-    ``mutated`` those of them that segments change. ``conditions`` on sizes must hold at the bucket. ``reason`` is set if
-    nothing is captured."""
+    ``mutated`` those of them that segments change. ``conditions`` on sizes must hold at the bucket. ``reason`` is set
+    if nothing is captured."""
 
     name: str
     device: torch.device

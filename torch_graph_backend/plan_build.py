@@ -70,7 +70,7 @@ def _one_inside_the_other(
 ) -> list[tuple[sympy.Symbol, sympy.Expr, sympy.Expr]]:
     """A uniform tensor fits any layout and may come with two that do not fit each other: the second goes inside."""
     if len(entries) == 2:
-        (a, outer_a, inner_a), (b, outer_b, inner_b) = entries
+        (a, outer_a, inner_a), (b, outer_b, _) = entries
         if b not in outer_a.free_symbols and a not in outer_b.free_symbols:
             return [(a, outer_a, inner_a), (b, outer_a * a, sympy.cancel(inner_a / b))]
     return entries

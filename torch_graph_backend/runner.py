@@ -42,6 +42,7 @@ class CompiledGraph:
         self.entries: dict[ShapeKey, Entry] = {}
         self.lock: Any = threading.RLock()
         self.turns_grad_on = False
+        self.running = False
 
     def adopt(
         self, plan: Plan, normal: NormalGraph, written: Sequence[int], recorder: CaptureBackend, lock: Any
@@ -69,11 +70,11 @@ class CompiledGraph:
             if isinstance(found, Reason):
                 return self.eagerly(found, args)
             entry, sizes = found
-            entry.running = True
+            self.running = True
             try:
                 return self.run(entry, sizes, list(args))
             finally:
-                entry.running = False
+                self.running = False
 
     def eagerly(self, reason: Reason, args: Sequence[Any]) -> Any:
         """The Dynamo graph as it came; counted, logged once a code, refused if the user asked for strictness."""
@@ -84,7 +85,7 @@ class CompiledGraph:
 
     def admit(self, args: list[Any]) -> tuple[Entry, tuple[int, ...]] | Reason:
         """The entry that serves this call, or why none does. Runs nothing of the user's."""
-        if any(e.running for e in self.entries.values()):
+        if self.running:  # the lock lets the same thread in again
             return Reason("busy", "the graph called itself, from inside one of its breaks")
         reason = self.recorder.can_run()
         if reason is not None:

@@ -118,9 +118,8 @@ def main() -> None:
         json.dump(result, file, indent=1)
     print(f"fp32 parity: worst relative error {result['parity_fp32']['worst']:.2e} over {2 * len(PAIRS)} pairs")
     for row in result["decode_bf16"]:
-        print(
-            f"batch {row['batch']}, prompt {row['length']}: eager {row['eager_ms']:.2f} ms, bcg {row['bcg_ms']:.2f} ms a token"
-        )
+        what = f"batch {row['batch']}, prompt {row['length']}"
+        print(f"{what}: eager {row['eager_ms']:.2f} ms, bcg {row['bcg_ms']:.2f} ms a token")
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ class HostRecorder(CaptureBackend):
         with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunction():
             memory = torch.zeros(extent(shape, stride), dtype=dtype, device="cpu").untyped_storage()
             tensor = torch.empty(0, dtype=dtype, device="cpu")
-            return tensor.set_(memory, 0, tuple(shape), tuple(stride))  # type: ignore[call-overload]
+            return tensor.set_(memory, 0, tuple(shape), tuple(stride))
 
     @contextlib.contextmanager
     def capture_session(self, inference: bool = False) -> Iterator[None]:

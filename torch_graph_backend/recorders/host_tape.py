@@ -223,13 +223,13 @@ class Tape(TorchDispatchMode):
         """Give ``tensor`` this layout on fresh pool memory (an empty tensor needs none)."""
         nbytes = extent(shape, stride) * tensor.element_size()
         storage = self._pool.storage(nbytes) if nbytes else torch.UntypedStorage(0)
-        return tensor.set_(storage, 0, shape, stride)  # type: ignore[call-overload]
+        return tensor.set_(storage, 0, shape, stride)
 
     def _reshape(self, func: Op, tensor: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
         """Change a tensor's layout in place, as ``out=`` and ``resize_`` do. Memory that exists never grows."""
         storage, offset = tensor.untyped_storage(), tensor.storage_offset()
         if (offset + extent(shape, stride)) * tensor.element_size() <= storage.nbytes():
-            tensor.set_(storage, offset, shape, stride)  # type: ignore[call-overload]
+            tensor.set_(storage, offset, shape, stride)
         elif storage.nbytes() == 0:
             self._on_pool(tensor, shape, stride)
         else:
@@ -254,7 +254,7 @@ class Tape(TorchDispatchMode):
         storage = tensor.untyped_storage()
         block = self._pool.block_at(storage.data_ptr())
         alias = torch.empty(0, dtype=tensor.dtype, device="cpu")
-        alias.set_(block.storage if block else storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
+        alias.set_(block.storage if block else storage, tensor.storage_offset(), tensor.shape, tensor.stride())
         return _with_bits(alias, tensor)
 
 

@@ -1,0 +1,195 @@
+"""On a CUDA device: the same plans through ``CudaRecorder``, and what only a real CUDA graph can get wrong."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import torch_graph_backend as tgb
+from torch_graph_backend.passes.reasons import Reason
+from torch_graph_backend.recorders.cuda import CudaRecorder
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+class Block(torch.nn.Module):
+    """Two linears around attention over the tokens, which stays eager when the tokens are padded."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.qkv = torch.nn.Linear(width, 3 * width)
+        self.out = torch.nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(F.rms_norm(x, (x.shape[-1],))).chunk(3, -1)
+        a = F.scaled_dot_product_attention(q[None, None], k[None, None], v[None, None], is_causal=True)
+        return x + self.out(a[0, 0]).relu()
+
+
+def tokens(n: int, width: int = 64) -> torch.Tensor:
+    x = torch.randn(n, width, device="cuda")
+    torch._dynamo.maybe_mark_dynamic(x, 0)
+    return x
+
+
+def model(layers: int = 3) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(Block() for _ in range(layers))).cuda().eval()
+
+
+def churn() -> list[torch.Tensor]:
+    """Allocate and fill many blocks, so that freed graph memory, if any, is overwritten."""
+    return [torch.full((2**k,), float("nan"), device="cuda") for k in range(8, 22)]
+
+
+@torch.no_grad()
+def test_replays_equal_eager_in_any_order_while_memory_churns() -> None:
+    """Would catch a boundary value freed too early, and buckets that overwrite each other."""
+    net = model()
+    fast = torch.compile(net, backend="bcg")
+    sizes = [70, 9, 33, 10, 71, 9, 34, 70, 200, 9, 33, 72, 199, 10, 200, 33]
+    for n in sizes:
+        x = tokens(n)
+        keep = churn()
+        torch.testing.assert_close(fast(x), net(x), rtol=1e-4, atol=1e-5)
+        del keep
+        churn()
+    stats = tgb.stats(net)
+    assert stats.replays == stats.calls - stats.first_calls
+    assert stats.replays >= len(sizes) // 2
+    assert stats.padding_waste > 0
+
+
+@torch.no_grad()
+def test_kept_outputs_never_change() -> None:
+    net = model(1)
+    fast = torch.compile(net, backend="bcg")
+    kept = []
+    for n in (9, 9, 10, 9, 11, 9):
+        x = tokens(n)
+        kept.append((fast(x), net(x)))
+    for got, expected in kept:
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_calls_on_different_streams_are_ordered() -> None:
+    """The static buffers are shared: a replay on another stream must wait for the last one."""
+    net = model(2)
+    fast = torch.compile(net, backend="bcg")
+    xs = [tokens(64) for _ in range(6)]
+    expected = [net(x) for x in xs]
+    for x in xs[:2]:
+        fast(x)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    got = []
+    for i, x in enumerate(xs):
+        with torch.cuda.stream(streams[i % 3]):
+            got.append(fast(x))
+    torch.cuda.synchronize()
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_threads_call_one_model_while_another_allocates() -> None:
+    net = model(1)
+    fast = torch.compile(net, backend="bcg")
+    x0 = tokens(16)
+    fast(x0)
+    errors: list[BaseException] = []
+    stop = threading.Event()
+
+    def busy() -> None:
+        while not stop.is_set():
+            assert torch.ones(1000, device="cuda").sum().item() == 1000
+
+    def caller() -> None:
+        with torch.no_grad():
+            for _ in range(20):
+                x = tokens(16)
+                torch.testing.assert_close(fast(x), net(x), rtol=1e-4, atol=1e-5)
+
+    def guarded(function: Any) -> None:
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    other = threading.Thread(target=guarded, args=(busy,))
+    callers = [threading.Thread(target=guarded, args=(caller,)) for _ in range(3)]
+    for t in (other, *callers):
+        t.start()
+    for t in callers:
+        t.join()
+    stop.set()
+    other.join()
+    assert not errors, errors[0]
+
+
+@torch.no_grad()
+def test_a_caller_that_is_capturing_gets_the_eager_answer() -> None:
+    """A graph cannot be replayed into a capture by Python that also fills slots; the caller records eager kernels."""
+    net = model(1)
+    fast = torch.compile(net, backend="bcg")
+    x = tokens(32)
+    for _ in range(3):
+        fast(x)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        net(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        y = fast(x)
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    torch.testing.assert_close(y, net(x), rtol=1e-4, atol=1e-5)
+    assert tgb.stats(net).eager["already-capturing"] == 1
+
+
+@torch.no_grad()
+def test_a_failed_recording_leaves_the_key_answering(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C7: the answer is eager's, the failure is counted, and other keys still record."""
+    net = model(2)
+    fast = torch.compile(net, backend="bcg")
+    inner = CudaRecorder._capture
+    calls = {"n": 0}
+
+    def failing(self: CudaRecorder, graph: Any, segment: Any, args: Any) -> tuple[Any, ...]:
+        def broken(*tensors: Any) -> Any:
+            segment(*tensors)
+            raise MemoryError("injected")
+
+        calls["n"] += 1
+        return inner(self, graph, broken if calls["n"] == 3 else segment, args)
+
+    monkeypatch.setattr(CudaRecorder, "_capture", failing)
+    for n in (9, 9, 9, 70, 70, 70):
+        x = tokens(n)
+        torch.testing.assert_close(fast(x), net(x), rtol=1e-4, atol=1e-5)
+    stats = tgb.stats(net)
+    assert stats.eager == {"capture-failed": 2}
+    assert isinstance(stats.reasons["capture-failed"], Reason)
+    assert stats.replays == 2
+
+
+@torch.no_grad()
+def test_memory_is_given_back() -> None:
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for _ in range(3):
+        net = model(2)
+        fast = torch.compile(net, backend="bcg")
+        for n in (64, 64, 128, 128):
+            fast(tokens(n))
+        del fast, net
+        torch._dynamo.reset()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() - before < 32 * 2**20
