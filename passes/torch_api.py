@@ -31,6 +31,7 @@ __all__ = [
     "data_ptrs_equal",
     "dispatch_mode_active",
     "enable_python_dispatcher",
+    "end_allocate_to_pool",
     "enter_autocast",
     "exit_autocast",
     "free_unbacked_symbols",
@@ -61,6 +62,12 @@ def data_ptrs_equal(tensors: list[Any], pointers: Sequence[int], which: Sequence
 def clear_cublas_workspaces() -> None:
     """Drop the cuBLAS workspaces of every handle and stream (a no-op without CUDA)."""
     torch._C._cuda_clearCublasWorkspaces()
+
+
+def end_allocate_to_pool(device: torch.device, pool: Any) -> None:
+    """Take the CUDA allocator off a graph pool (what ``capture_end`` does, unless it fails before)."""
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    torch._C._cuda_endAllocateToPool(index, pool)
 
 
 def dispatch_mode_active() -> bool:

@@ -137,6 +137,31 @@ def test_options_in_the_readme_are_those_of_config() -> None:
         assert Config.parse(default) == Config(), f"{name}: {cells[2]} is not the default"
 
 
+def test_gpu_numbers_in_the_readme_are_those_of_the_benchmark() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    measured = json.loads((ROOT / "docs" / "bench" / "cuda_llama.json").read_text(encoding="utf-8"))
+    wanted = [
+        [str(r["batch"]), str(r["length"]), f"{r['eager_ms']:.2f}", f"{r['bcg_ms']:.2f}"]
+        for r in measured["decode_bf16"]
+    ]
+    assert list(rows(text, "### Measured on a GPU")) == wanted
+    parity = measured["parity_fp32"]
+    different = len({(r["batch"], r["length"]) for r in parity["pairs"]})
+    planning = parity["seconds"]["normalise"] + parity["seconds"]["plan"]
+    assert not parity["eager"]
+    for fact in (
+        f"torch {measured['torch']}",
+        f"transformers {measured['transformers']}",
+        measured["device"],
+        f"{measured['layers']} layers, {measured['hidden']} wide",
+        f"{len(parity['pairs'])} runs over {different} (batch, length) pairs",
+        f"{parity['replays']} of {parity['calls']} calls replayed",
+        f"{parity['worst']:.1e}",
+        f"{planning:.1f} s (normalise and plan)",
+    ):
+        assert fact in text.replace("\n  ", " ").replace("\n", " "), fact
+
+
 def test_reasons_lists_every_code_with_its_meaning() -> None:
     text = (ROOT / "docs" / "reasons.md").read_text(encoding="utf-8")
     listed: dict[str, list[str]] = {}

@@ -100,8 +100,10 @@ def test_calls_on_different_streams_are_ordered() -> None:
 def test_threads_call_one_model_while_another_allocates() -> None:
     net = model(1)
     fast = torch.compile(net, backend="bcg")
-    x0 = tokens(16)
-    fast(x0)
+    # Inputs and answers are made beforehand: on torch 2.11 random calls of other threads raise during any capture.
+    xs = [tokens(16) for _ in range(20)]
+    expected = [net(x) for x in xs]
+    fast(xs[0])
     errors: list[BaseException] = []
     stop = threading.Event()
 
@@ -111,9 +113,8 @@ def test_threads_call_one_model_while_another_allocates() -> None:
 
     def caller() -> None:
         with torch.no_grad():
-            for _ in range(20):
-                x = tokens(16)
-                torch.testing.assert_close(fast(x), net(x), rtol=1e-4, atol=1e-5)
+            for x, y in zip(xs, expected, strict=True):
+                torch.testing.assert_close(fast(x), y, rtol=1e-4, atol=1e-5)
 
     def guarded(function: Any) -> None:
         try:
@@ -130,6 +131,8 @@ def test_threads_call_one_model_while_another_allocates() -> None:
     stop.set()
     other.join()
     assert not errors, errors[0]
+    assert tgb.stats(net).replays >= 50
+    torch.randn(3, device="cuda")  # the generator is as usable as before
 
 
 @torch.no_grad()

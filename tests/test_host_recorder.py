@@ -645,7 +645,7 @@ def test_a_session_sets_and_restores_the_state_also_after_an_exception(
     (gc.enable if collecting else gc.disable)()
     torch.set_autocast_cache_enabled(caching)
     try:
-        with (
+        with (  # noqa: PT012 (the block ends in the exception whose undoing is tested)
             torch.inference_mode(),
             torch.autocast("cpu", torch.bfloat16, cache_enabled=caching),
             pytest.raises(KeyError),

@@ -33,7 +33,11 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 class Entry:
-    """Static memory and recordings of one key. ``first_done`` and ``recordings`` are its state."""
+    """Static memory and recordings of one key.
+
+    ``ran_on`` holds the threads that made a first call: a thread records only after a first run of its own, which
+    makes what libraries keep per thread (cuBLAS handles) and cannot make inside a recording.
+    """
 
     def __init__(
         self, key: ShapeKey, plan: Plan, normal: NormalGraph, program: Program, recorder: CaptureBackend, bucket: Sizes
@@ -52,7 +56,7 @@ class Entry:
         self.bridges_after: dict[int, list[int]] = {}
         for i, b in enumerate(plan.bridges):
             self.bridges_after.setdefault(b.after, []).append(i)
-        self.first_done = False
+        self.ran_on: set[int] = set()
         self.uncaptured: Reason | None = None
         self.refused: Reason | None = None
         self.recordings: dict[int, Recording] | None = None
@@ -114,7 +118,8 @@ class Entry:
 
     def forget(self) -> None:
         """Drop the recordings (an address moved); the next call on this key is a first call again."""
-        self.recordings, self.static, self.first_done = None, {}, False
+        self.recordings, self.static = None, {}
+        self.ran_on.clear()
         self.frames.clear()
 
     def moved(self, args: list[Any]) -> list[int]:

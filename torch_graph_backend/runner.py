@@ -127,13 +127,13 @@ class CompiledGraph:
 
     def run(self, entry: Entry, sizes: tuple[int, ...], args: list[Any]) -> Any:
         """Run the plan: uncaptured on a first call, recorded on the second, replayed from then on."""
-        replay = entry.recordings is not None or (entry.first_done and self.record(entry, args))
+        replay = entry.recordings is not None or (threading.get_ident() in entry.ran_on and self.record(entry, args))
         if replay:
             with self.recorder.replay_session():
                 out = self.program.run(args, sizes, entry.frame(sizes))
         else:
             out = self.program.run(args, sizes, FirstFrame(entry, sizes, args))
-        entry.first_done = True
+            entry.ran_on.add(threading.get_ident())
         real, computed = self.rows(entry, sizes)
         if replay or entry.uncaptured is None:
             self.ledger.count_run(entry.key, replay, real, computed)
@@ -158,7 +158,6 @@ class CompiledGraph:
             entry.record(args)
         except Exception as error:
             entry.forget()
-            entry.first_done = True
             entry.uncaptured = Reason("capture-failed", f"recording key {entry.key} failed: {error}")
             log.warning("%s: %s", self.name, entry.uncaptured, exc_info=error)
             return False

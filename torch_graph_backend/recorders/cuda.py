@@ -9,6 +9,8 @@ the caller's current stream. What is not obvious, and why:
 * the cuBLAS workspaces are dropped before and after a recording session, as PyTorch's own graph trees do: a workspace
   allocated inside a capture belongs to the pool, and must not be used outside it, nor the reverse.
 * the garbage collector is off while recording: a tensor freed by it would be freed inside the capture.
+* while a recording runs, random CUDA calls of *other* threads raise on torch 2.11 (the default generator belongs to the
+  capture, whatever is captured); recordings are short, and ahead of time where that matters.
 * an event orders a replay after the previous one when the caller changed streams: the buffers are shared.
 """
 
@@ -25,8 +27,14 @@ import torch
 
 from torch_graph_backend.errors import CaptureError, ReplayError
 from torch_graph_backend.passes.reasons import Reason
-from torch_graph_backend.passes.torch_api import clear_cublas_workspaces
+from torch_graph_backend.passes.torch_api import clear_cublas_workspaces, end_allocate_to_pool
 from torch_graph_backend.recorders.base import CaptureBackend, Recording, Segment
+
+
+def _end(graph: torch.cuda.CUDAGraph) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+        graph.capture_end()
 
 
 class CudaRecorder(CaptureBackend):
@@ -71,6 +79,7 @@ class CudaRecorder(CaptureBackend):
         """See the base class: workspaces of the outside must not be used inside a capture, nor the reverse."""
         with self.capture_session(inference):
             self._hold_pool()
+            torch.cuda.current_blas_handle()  # handles are made a thread, and cannot be made while capturing
             clear_cublas_workspaces()
             try:
                 yield
@@ -98,19 +107,36 @@ class CudaRecorder(CaptureBackend):
         return Recording(outputs=outputs, handle=graph, kernels=1)
 
     def _capture(self, graph: torch.cuda.CUDAGraph, segment: Segment, args: Sequence[Any]) -> tuple[Any, ...]:
-        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
         try:
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             results = segment(*args)
         except BaseException:
-            # The capture must be ended whatever happened; the first exception is the one the user sees.
-            with contextlib.suppress(RuntimeError):
-                graph.capture_end()
-            graph.reset()
+            self._abandon(graph)
             raise
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-            graph.capture_end()
+        try:
+            _end(graph)
+        except BaseException:
+            self._abandon(graph)
+            raise
         return (results,) if isinstance(results, torch.Tensor) else tuple(results)
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a broken capture; the exception that broke it is the one the user sees.
+
+        A capture that fails to begin or to end leaves the default generator believing that it is being captured, and
+        every later random call of the process would raise; a complete empty capture brings it back.
+        """
+        try:
+            graph.capture_end()
+        except RuntimeError:  # an invalidated capture: its end stops half-way, with the allocator still on the pool
+            with contextlib.suppress(RuntimeError):
+                end_allocate_to_pool(self.device, self.pool)
+        with contextlib.suppress(RuntimeError):
+            graph.reset()
+        with contextlib.suppress(RuntimeError):
+            empty = torch.cuda.CUDAGraph()
+            empty.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            _end(empty)
 
     @contextlib.contextmanager
     def replay_session(self) -> Iterator[None]:

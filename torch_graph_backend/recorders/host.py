@@ -65,6 +65,7 @@ class HostRecorder(CaptureBackend):
         self._pool = HostPool(poison)
         self._logs: weakref.WeakSet[Log] = weakref.WeakSet()
         self._capturing = False
+        self._inference = False
 
     @property
     def pool_bytes(self) -> int:
@@ -90,13 +91,15 @@ class HostRecorder(CaptureBackend):
     @contextlib.contextmanager
     def capture_session(self, inference: bool = False) -> Iterator[None]:
         """See the base class. Whether autocast is on stays as it is: operations are recorded below it."""
-        collecting, caching = gc.isenabled(), torch.is_autocast_cache_enabled()
+        collecting, caching, before = gc.isenabled(), torch.is_autocast_cache_enabled(), self._inference
         gc.disable()
+        self._inference = inference
         torch.set_autocast_cache_enabled(False)
         try:
             with torch.inference_mode(inference), torch.no_grad():
                 yield
         finally:
+            self._inference = before
             torch.set_autocast_cache_enabled(caching)
             if collecting:
                 gc.enable()
@@ -108,7 +111,7 @@ class HostRecorder(CaptureBackend):
         poisoned = self._pool.begin()
         self._capturing = True
         try:
-            with self.capture_session(torch.is_inference_mode_enabled()), NoHostReads(), tape:
+            with self.capture_session(self._inference), NoHostReads(), tape:
                 results = segment(*args)
             outputs = (results,) if isinstance(results, torch.Tensor) else tuple(results)
         except BaseException as error:
