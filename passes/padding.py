@@ -198,9 +198,10 @@ class _Interpreter:
         return [named[name] for name in names if isinstance(named.get(name), Node)]
 
     def track_window(self, node: Node, outputs: _Outputs) -> None:
-        """Remember views of memory that does not carry a symbol which do carry it (``table[:s]``, and views of it).
+        """Remember views that carry a symbol in a dimension whose memory does not (``table[:s]``, and views of it).
 
-        Writing to one would change padded rows of memory that has no padding.
+        Writing to one would change rows of that memory beyond the real size, which are not padding. The dimensions are
+        counted: ``x[:T]`` of a ``(B, T)`` tensor carries T twice, its memory once.
         """
         op = node.target
         if not isinstance(op, OpOverload):
@@ -213,12 +214,13 @@ class _Interpreter:
         if any(a in self.windows for a in tensors):
             self.windows.add(node)
         shape = node.meta["val"].shape if isinstance(node.meta.get("val"), torch.Tensor) else ()
-        free = set().union(*(expr_of(size).free_symbols for size in shape)) & set(self.symbols)
-        if not free or not isinstance(op, OpOverload) or not tensors:
+        if not isinstance(op, OpOverload) or not tensors:
             return
-        known = {s for t in self.values[tensors[0]] if t is not None for size in t.shape for s in size.free_symbols}
-        if not free <= known:
-            self.windows.add(node)
+        sources = [t.shape for t in self.values[tensors[0]] if t is not None]
+        for symbol in self.symbols:
+            carried = sum(symbol in expr_of(size).free_symbols for size in shape)
+            if carried > max((sum(symbol in size.free_symbols for size in dims) for dims in sources), default=0):
+                self.windows.add(node)
 
     def verdict(self, node: Node, args: tuple, kwargs: dict, fresh: _Outputs, mutable: bool, window: bool) -> _Verdict:
         """Judge a node for every symbol; one refusal resets its layouts for all of them."""

@@ -82,10 +82,10 @@ def prelu(call: Call) -> Layout:
     return content(call.tensor("self").layout)
 
 
-@rule("bucketize.Tensor", "isin.Tensor_Tensor", "searchsorted.Tensor")
+@rule("bucketize.Tensor", "searchsorted.Tensor")
 def lookup(call: Call) -> Layout:
     """Every element is compared with a whole second tensor, which must not carry (or be sorted with padding)."""
-    names = {"bucketize": ("self", "boundaries"), "isin": ("elements", "test_elements")}
+    names = {"bucketize": ("self", "boundaries")}
     one, all_of = names.get(call.op.overloadpacket.__name__, ("self", "sorted_sequence"))
     table = call.tensor(all_of)
     if table.carries or (all_of == "sorted_sequence" and table.ndim != 1):

@@ -407,7 +407,7 @@ tensor_split.sections select.int slice.Tensor narrow.default cat.default stack.d
 constant_pad_nd.default tril.default triu.default flip.default roll.default meshgrid.indexing diagonal.default
 unfold.default view_as_complex.default view_as_real.default embedding.default index_select.default gather.default
 index.Tensor one_hot.default scatter.src scatter.value scatter_add.default index_add.default index_add_.default
-bucketize.Tensor isin.Tensor_Tensor zeros.default ones.default full.default empty.memory_format arange.default
+bucketize.Tensor zeros.default ones.default full.default empty.memory_format arange.default
 arange.start arange.start_step zeros_like.default ones_like.default full_like.default empty_like.default
 new_zeros.default new_ones.default new_full.default new_empty.default scalar_tensor.default max_pool1d.default
 max_pool2d.default avg_pool1d.default avg_pool2d.default adaptive_avg_pool1d.default adaptive_avg_pool2d.default
