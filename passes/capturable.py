@@ -69,7 +69,7 @@ def _kind_reason(node: Node) -> Reason | None:
     if not isinstance(target, OpOverload):
         return Reason("unknown-op", f"{name} is not a PyTorch operator")
     if target.namespace not in ("aten", "prims"):
-        fix = f"if it may be recorded and works row by row, declare it; a break is right for attention (op {target})"
+        fix = "write it with PyTorch operations, if it is to be captured"
         return Reason(
             "unknown-op", f"{name} belongs to library {target.namespace!r}, whose kernels are unknown", fix=fix
         )

@@ -32,7 +32,7 @@ CODES: dict[str, str] = {
     "output-alias": "it makes a view that the caller gets together with its base or with another view of it",
     "returned-copy": "its result goes straight to the caller, so a captured copy would be copied again",
     "small-segment": "the segment would be too small to pay for its launch",
-    "capture-failed": "recording this segment failed",
+    "capture-failed": "recording a segment failed, so its key runs uncaptured",
     "moving-input": "it changes an input whose address keeps changing",
     # graph codes
     "normalise-failed": "the graph could not be normalised and runs as it came",
@@ -40,11 +40,12 @@ CODES: dict[str, str] = {
     "metadata-mutation": "an operation changes a tensor's metadata in place",
     "symbol-unreadable": "a size symbol cannot be read from the arguments",
     # call codes
-    "first-call": "first call on this key: the plan runs uncaptured, on the same buffers",
     "grad": "gradients are needed",
     "beyond-largest-bucket": "a size exceeds the largest bucket",
+    "size-not-listed": "with padding='exact', only listed sizes are recorded",
     "zero-size": "a padded size is zero",
     "bucket-invalid": "the graph is not valid at the bucket's size",
+    "out-of-memory": "there is no memory for the buffers of another key",
     "recording-cap": "the limit of recordings is reached",
     "input-dtype": "an input's dtype differs from the compiled one",
     "input-device": "an input's device differs from the compiled one",
@@ -53,8 +54,8 @@ CODES: dict[str, str] = {
     "input-shape": "an input's shape differs from the compiled one",
     "aliased-inputs": "inputs share memory and one of them is changed",
     "already-capturing": "the caller is already capturing a graph",
-    "dispatch-mode": "a dispatch or function mode is active",
-    "busy": "another thread is inside the same compiled graph",
+    "dispatch-mode": "a dispatch mode is active",
+    "busy": "the compiled graph was called from inside one of its own breaks",
     "no-recorder": "there is no recorder for this device",
     "disabled": "capturing is turned off",
 }

@@ -18,13 +18,7 @@ from torch_graph_backend.errors import BadBuckets, BadOption, UnknownOption
 
 IDS = "L['input_ids'].size()"
 TOP = [f.name for f in dataclasses.fields(Config) if f.name != "named_buckets"]
-PHASE = {
-    "decode": ["backend", "max_bs", "bs"],
-    "prefill": [
-        *("backend", "max_bs", "bs", "max_context_size", "full_prefill_max_req"),
-        *("full_prefill_prefix_chunk_tokens", "max_seq_len"),
-    ],
-}
+PHASE = dict.fromkeys(("decode", "prefill"), ("backend", "max_bs", "bs"))
 
 
 def test_defaults():
@@ -44,7 +38,7 @@ def test_every_option_is_read():
         "padding": "exact",
         "max_recordings": 5,
         "decode": {"backend": "breakable", "max_bs": 32, "bs": [64, 32, 16]},
-        "prefill": {"backend": "full", **dict.fromkeys(PHASE["prefill"][3:], 7)},
+        "prefill": {"backend": "full", "max_bs": 7},
         "break_ops": ["ns::op", torch.ops.aten.mm.default, operator.add, "ns::op"],
         "min_segment_kernels": 1,
         "enabled": False,
@@ -56,8 +50,7 @@ def test_every_option_is_read():
     assert config.buckets == (4, 8)
     assert (config.max_size, config.padding, config.max_recordings, config.min_segment_kernels) == (100, "exact", 5, 1)
     assert (config.decode.backend, config.decode.max_bs, config.decode.bs) == ("breakable", 32, (16, 32))
-    assert (config.prefill.backend, config.prefill.bs) == ("full", None)
-    assert [getattr(config.prefill, name) for name in PHASE["prefill"][3:]] == [7] * 4
+    assert (config.prefill.backend, config.prefill.max_bs, config.prefill.bs) == ("full", 7, None)
     assert config.break_ops == ("ns::op", torch.ops.aten.mm.default, operator.add)
     assert (config.enabled, config.strict, config.record) == (False, True, "never")
     assert Config.parse({"phase": "prefill"}).active == Config().prefill
@@ -105,8 +98,7 @@ BAD = [
     ("buckets", {"input_ids:-1": [1]}),
     *(("decode.backend", value) for value in ("piecewise", None, 1)),
     *(("decode.max_bs", value) for value in (0, True, "8", 8.5)),
-    *(("prefill.max_seq_len", value) for value in (0, "long")),
-    *(("prefill.full_prefill_max_req", value) for value in (-1, [1])),
+    *(("prefill.max_bs", value) for value in (-1, [1])),
 ]
 
 
@@ -199,8 +191,6 @@ def test_an_option_in_the_wrong_dict_is_answered_with_its_place():
         Config.parse({"max_bs": 8})
     with pytest.raises(UnknownOption, match=r"did you mean 'strict'\?"):
         Config.parse({"decode": {"strict": True}})
-    with pytest.raises(UnknownOption, match=r"did you mean 'prefill.max_seq_len'\?"):
-        Config.parse({"decode": {"max_seq_len": 8}})
     with pytest.raises(UnknownOption, match="unknown option '3'"):
         Config.parse({3: 1})
 

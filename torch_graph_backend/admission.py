@@ -92,6 +92,9 @@ class Keys:
                 return Reason("zero-size", f"{name} is {n}")
             first = ladder.pick(n)
             if first is None:
+                if ladder.exact and n <= ladder.largest:
+                    text = f"{name} is {n}, which is not listed, and padding is 'exact'"
+                    return Reason("size-not-listed", text, fix="list the size in options['buckets'], or allow padding")
                 text = f"{name} is {n}, the largest bucket is {ladder.largest}"
                 return Reason("beyond-largest-bucket", text, fix="list a larger size in options['buckets']")
             at = ladder.sizes.index(first) if first in ladder.sizes else None

@@ -116,27 +116,16 @@ def _other_scope(key: Any, scope: str) -> str:
 class PhaseConfig:
     """One phase, ``options["decode"]`` or ``options["prefill"]``.
 
-    * ``backend`` ("full" | "breakable" | "disabled"; default "full" for decode, "breakable" for prefill): one recording
-      for everything, segments with breaks between them, or no recording at all.
+    * ``backend`` ("full" | "breakable" | "disabled"; default "full" for decode, "breakable" for prefill): "disabled"
+      records nothing. Between the other two the graph decides: one segment where nothing has to be cut, else several.
     * ``max_bs`` (int >= 1; default 256 for decode, 4096 for prefill): the largest bucket. Unit: requests for decode,
       tokens for prefill.
     * ``bs`` (list of int; default the phase's ladder): the buckets themselves, those above ``max_bs`` dropped.
-
-    Prefill only, each an int >= 1 or None (the default, no limit):
-
-    * ``max_context_size``: total tokens of context, cached ones included, beyond which a call runs eagerly.
-    * ``full_prefill_max_req``: request slots that a "full" prefill recording provides.
-    * ``full_prefill_prefix_chunk_tokens``: tokens of cached prefix in one chunk of a "full" prefill recording.
-    * ``max_seq_len``: tokens of the longest single sequence beyond which a call runs eagerly.
     """
 
     backend: str
     max_bs: int | None = None
     bs: tuple[int, ...] | None = None
-    max_context_size: int | None = None
-    full_prefill_max_req: int | None = None
-    full_prefill_prefix_chunk_tokens: int | None = None
-    max_seq_len: int | None = None
 
     @classmethod
     def parse(cls, phase: str, options: Any) -> PhaseConfig:
@@ -166,10 +155,9 @@ _DECODE_CHECKS: dict[str, Check] = {
     "max_bs": _optional(_positive),
     "bs": _optional(_sizes),
 }
-_PREFILL_ONLY = ("max_context_size", "full_prefill_max_req", "full_prefill_prefix_chunk_tokens", "max_seq_len")
 _PHASE_CHECKS: dict[str, dict[str, Check]] = {
     "decode": _DECODE_CHECKS,
-    "prefill": _DECODE_CHECKS | dict.fromkeys(_PREFILL_ONLY, _optional(_positive)),
+    "prefill": _DECODE_CHECKS,
 }
 
 _SIZE_OF = re.compile(r"(?P<base>.*)\.size\(\)\[(?P<dim>\d+)\]")

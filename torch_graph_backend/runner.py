@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch.fx import GraphModule
 
 from torch_graph_backend.admission import Bounds, Inputs, Keys, grad_reason, mode_reason
@@ -121,7 +122,11 @@ class CompiledGraph:
             return Reason("recording-cap", text, fix="raise max_recordings, or use fewer buckets")
         at = {s.symbol: v for s, v in zip(self.plan.symbols, sizes, strict=True)}
         at.update({s.symbol: b for s, b in zip(self.plan.bucketed, bucket, strict=True)})
-        entry = Entry(key, self.plan, self.normal, self.program, self.recorder, at)
+        try:
+            entry = Entry(key, self.plan, self.normal, self.program, self.recorder, at)
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            text = f"the buffers of key {key} could not be allocated: {error}"
+            return Reason("out-of-memory", text, fix="use fewer or smaller buckets")
         entry.refused = bucket_reason(entry)
         return entry
 
