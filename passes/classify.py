@@ -23,7 +23,7 @@ import sympy
 import torch
 from torch.fx import Node
 
-from .alias import Aliasing, analyse_aliases, has_hidden_effects, is_tensor_value, written_args
+from .alias import Aliasing, analyse_aliases, has_hidden_effects, is_tensor_value
 from .capturable import BreakPredicate, capture_reason, is_size, name_of
 from .layout import Layout
 from .normalize import NormalGraph
@@ -205,8 +205,9 @@ def _written_set(work: _Work, set_id: int, members: tuple[Node, ...], writers: l
     caller = len(bases) == 1 and bases[0].op == "placeholder" and bases[0].name not in work.moving
     inside = len(bases) == 1 and bases[0].op == "call_function"
     eager = any(w in work.eager for w in writers) or not (caller or inside)
-    # A captured write through a view that is made eagerly would land in a copy.
-    eager = eager or any(a in work.eager for w in writers for a in written_args(w))
+    # A captured write, or a captured view, of a view that is made eagerly would work on a copy.
+    inner = set(members)
+    eager = eager or any(a in work.eager for n in (*writers, *views) for a in n.all_input_nodes if a in inner)
     eager = eager or (inside and (bases[0] in work.eager or any(v in work.eager for v in views)))
     if not eager:
         return False

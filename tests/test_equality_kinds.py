@@ -302,6 +302,33 @@ def test_a_captured_write_through_a_view_that_the_caller_gets() -> None:
     torch.testing.assert_close(theirs, mine)
 
 
+def diagonal_of_a_view(x: torch.Tensor, m: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    v = m[:3]
+    v.diagonal().fill_(1)
+    return x @ W, v
+
+
+def steps_of_a_view(x: torch.Tensor, m: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    v = m.view(-1)
+    v[::2].mul_(2)
+    return x @ W, v
+
+
+def rows_of_a_transpose(x: torch.Tensor, m: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    v = m.t()
+    v[0].add_(1)
+    y = (x @ W) + m[0]
+    v[1].add_(2)
+    return y, v, m[2]
+
+
+@pytest.mark.parametrize("function", [diagonal_of_a_view, steps_of_a_view, rows_of_a_transpose])
+def test_writes_through_a_view_of_a_view_that_the_caller_gets(function: Callable[..., Any]) -> None:
+    """The outer view is made eagerly; a captured view of it would be one of a copy."""
+    m = torch.randn(4, 4)
+    agree(function, (5, 6, 5, 6, 5), lambda n: (rows(n), m.clone()))
+
+
 def test_the_exact_size_is_used_where_the_bucket_is_not_valid() -> None:
     """A table of 54 rows, size 50, bucket 56: the exact size is a key of its own."""
     table = torch.randn(54, 4)
