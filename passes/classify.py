@@ -27,7 +27,7 @@ from .alias import Aliasing, analyse_aliases, has_hidden_effects, is_tensor_valu
 from .capturable import BreakPredicate, capture_reason, is_size, name_of
 from .layout import Layout
 from .normalize import NormalGraph
-from .padding import analyse
+from .padding import analyse, natural
 from .partition import Phase, partition
 from .reasons import Reason
 from .source_lines import where
@@ -75,6 +75,7 @@ class _Work:
     min_kernels: int
     eager: dict[Node, Reason] = field(default_factory=dict)
     host: set[Node] = field(default_factory=set)
+    bucketed: list[sympy.Symbol] = field(default_factory=list)
 
     def refuse(self, nodes: Iterable[Node], code: str, text: str) -> bool:
         """Make nodes eager; whether that changed anything."""
@@ -102,7 +103,7 @@ def classify(
     _host_and_unsafe(work, device, is_break)
     symbols = classify_symbols(normal.graph, normal.placeholders, aliasing, work.eager)
     _exact_sizes(work, symbols)
-    bucketed = [s.symbol for s in symbols if s.kind == "bucketed"]
+    bucketed = work.bucketed = [s.symbol for s in symbols if s.kind == "bucketed"]
     mutated = frozenset(n for n in aliasing.set_of if aliasing.written(n))
     while True:
         padding = analyse(normal.graph, bucketed, eager=work.eager, mutated=mutated)
@@ -212,6 +213,8 @@ def _written_set(work: _Work, set_id: int, members: tuple[Node, ...], writers: l
     if not eager:
         return False
     copied = [b for b in bases if isinstance(b.target, OpOverload) and b.target.overloadpacket.__name__ in _FACTORIES]
+    # Later readers get the changed value through a bridge, which can only be padded in its natural layout.
+    copied += [b for b in bases if any(natural(b.meta.get("val"), s) is None for s in work.bucketed)]
     code, text = "mutation", "shares memory that is changed by an operation that runs eagerly"
     if any(b.name in work.moving for b in bases):
         code, text = "moving-input", "changes an input whose address keeps changing, or is a view of it"

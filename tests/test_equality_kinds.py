@@ -302,6 +302,23 @@ def test_a_captured_write_through_a_view_that_the_caller_gets() -> None:
     torch.testing.assert_close(theirs, mine)
 
 
+LIBRARY.define("increase_(Tensor(a!) x) -> ()")
+LIBRARY.impl("increase_", lambda x: (x.add_(1), None)[1], "CompositeExplicitAutograd")
+torch.library.register_fake("tgb_kinds2::increase_", lambda x: None, lib=LIBRARY)
+
+
+@pytest.mark.parametrize("shape", [lambda y: y.reshape(-1, 2), lambda y: y.t().reshape(2, -1)])
+def test_a_value_of_derived_size_changed_by_an_eager_operation(shape: Callable[..., Any]) -> None:
+    """2 * n rows: what a later captured operation reads cannot be padded from outside."""
+
+    def f(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        v = torch.relu(shape(x @ W))
+        torch.ops.tgb_kinds2.increase_(v)
+        return (v * 2 + 1).tanh(), x @ W
+
+    agree(f, (5, 6, 5, 6, 7, 8, 7), lambda n: (rows(n),))
+
+
 def diagonal_of_a_view(x: torch.Tensor, m: torch.Tensor) -> tuple[torch.Tensor, ...]:
     v = m[:3]
     v.diagonal().fill_(1)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -78,6 +79,8 @@ def run(
 
     started = time.perf_counter()
     demo_model.check_packages()
+    # Two threads on one physical core wait for each other at every operation; a model of this size needs few anyway.
+    torch.set_num_threads(max(1, (os.cpu_count() or 2) // 2))
     print(f"{version_text()}, {torch.get_num_threads()} threads", flush=True)
     gguf = demo_model.weights(model_dir)
     with _timed(f"loading {gguf.name}"):
