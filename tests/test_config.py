@@ -45,6 +45,7 @@ def test_every_option_is_read():
         "strict": True,
         "outputs": "safe",
         "record": "never",
+        "progress": True,
     }
     config = Config.parse(given_)
     assert config.buckets == (4, 8)
@@ -52,6 +53,7 @@ def test_every_option_is_read():
     assert (config.decode.backend, config.decode.max_bs, config.decode.bs) == ("breakable", 32, (16, 32))
     assert (config.prefill.backend, config.prefill.max_bs, config.prefill.bs) == ("full", 7, None)
     assert config.break_ops == ("ns::op", torch.ops.aten.mm.default, operator.add)
+    assert config.progress is True
     assert (config.enabled, config.strict, config.record) == (False, True, "never")
     assert Config.parse({"phase": "prefill"}).active == Config().prefill
     assert Config.parse({"phase": "decode"}).active == Config().decode

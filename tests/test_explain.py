@@ -383,3 +383,14 @@ def test_a_mode_is_refused() -> None:
     with torch.no_grad(), pytest.raises(BackendCompilerFailed) as raised:
         torch.compile(function, backend="bcg", mode="max-autotune")(rows(5))
     assert isinstance(raised.value.inner_exception, BadOption)
+
+
+def test_progress_is_shown_only_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """Recording a large model takes a while; silence looks like a hang, and a library that prints unasked is noise."""
+    for wanted in (False, True):
+        torch._dynamo.reset()
+        fast = torch.compile(lambda x: (x @ x.t()).relu() + 1, backend="bcg", options={"progress": wanted})
+        with torch.no_grad():
+            for _ in range(3):
+                fast(torch.ones(4, 4))
+        assert ("recording static: 1 segments" in capsys.readouterr().err) is wanted

@@ -201,6 +201,7 @@ class Config:
     * ``strict`` (bool; default False): True raises StrictModeError where something would not be captured.
     * ``outputs`` ("safe"; the default): a returned tensor stays what it was when the next call replays.
     * ``record`` ("second" | "never"; default "second"): record on the second call of a key, or always run uncaptured.
+    * ``progress`` (bool; default False): show a progress bar while a key is recorded (a line without a terminal).
 
     ``guard_filter_fn`` and ``use_aoti`` belong to ``torch.compile`` and are ignored.
     """
@@ -219,6 +220,7 @@ class Config:
     strict: bool = False
     outputs: str = "safe"
     record: str = "second"
+    progress: bool = False
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | None = None, mode: str | None = None) -> Config:
@@ -320,5 +322,6 @@ _CHECKS: dict[str, Check] = {
     "strict": _flag,
     "outputs": _choice("safe"),
     "record": _choice("second", "never"),
+    "progress": _flag,
 }
 _DEFAULT = Config()

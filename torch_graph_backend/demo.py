@@ -88,7 +88,7 @@ def run(
     jobs = make_jobs(tokenizer, PROMPTS[:prompts], BATCHES)
 
     eager = generate_all("eager", model, jobs, max_new_tokens)
-    model.compile(backend="bcg")
+    model.compile(backend="bcg", options={"progress": True})
     with torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT):
         first = generate_all("bcg, first round", model, jobs, max_new_tokens)
         before = tgb.stats(model).replays

@@ -20,6 +20,7 @@ from torch_graph_backend.passes.normalize import NormalGraph
 from torch_graph_backend.passes.reasons import Reason
 from torch_graph_backend.passes.torch_api import data_ptrs_equal
 from torch_graph_backend.plan import CapturedSegment, Cut, EagerRegion, Plan, Ref
+from torch_graph_backend.progress import shown
 from torch_graph_backend.recorders.base import CaptureBackend, Recording
 from torch_graph_backend.shape_key import ShapeKey
 from torch_graph_backend.slots import CutView, Filler, Sizes, Window, buffer_strides, evaluate
@@ -98,12 +99,12 @@ class Entry:
         """Whether a segment changes a tensor made under inference mode: only inference mode may do that."""
         return any(args[i].is_inference() for i in self.plan.mutated)
 
-    def record(self, args: Sequence[Any]) -> None:
+    def record(self, args: Sequence[Any], progress: bool = False) -> None:
         """Record all segments in order. On an error nothing is kept and the error is raised."""
         recordings: dict[int, Recording] = {}
         values: dict[str, Any] = {}
         with self.recorder.record_session(self._writes_inference(args)):
-            for step in self.plan.segments:
+            for step in shown(self.plan.segments, f"recording {self.key}", progress):
                 fn, sizes = self.program.steps[step.index], self.size_args
                 tensors = self.inputs(step, args, values)
                 made = self.recorder.capture_one(lambda *t, fn=fn, sizes=sizes: fn(*sizes, *t), tensors)

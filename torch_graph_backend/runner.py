@@ -160,7 +160,7 @@ class CompiledGraph:
             return False
         start = time.perf_counter()
         try:
-            entry.record(args)
+            entry.record(args, self.config.progress)
         except Exception as error:
             entry.forget()
             entry.uncaptured = Reason("capture-failed", f"recording key {entry.key} failed: {error}")
