@@ -94,8 +94,10 @@ def classify(
     *,
     moving: frozenset[str] = frozenset(),
     min_kernels: int = 2,
+    view_outputs: bool = False,
 ) -> Classified:
-    """Verdicts, phases and layouts of a normalised graph. ``moving`` names inputs that must not be pinned."""
+    """Verdicts, phases and layouts of a normalised graph. ``moving`` names inputs that must not be pinned;
+    ``view_outputs``: the caller gets outputs in the memory of the recording, without a copy."""
     aliasing = analyse_aliases(normal.graph, lambda n: has_hidden_effects(n) or is_break(n) is not None)
     calls = [n for n in normal.graph.nodes if n.op == "call_function"]
     output = next(n for n in normal.graph.nodes if n.op == "output")
@@ -119,7 +121,7 @@ def classify(
     verdicts = {n: _verdict(work, n) for n in calls}
     must_hold = (c for n, found in padding.obligations.items() if verdicts[n].kind == "capture" for c in found)
     conditions = tuple(dict.fromkeys(must_hold))
-    return Classified(verdicts, phases, symbols, padding.layouts, aliasing, _private(work), conditions)
+    return Classified(verdicts, phases, symbols, padding.layouts, aliasing, _private(work, view_outputs), conditions)
 
 
 def _verdict(work: _Work, node: Node) -> Verdict:
@@ -238,13 +240,13 @@ def _visible_set(work: _Work, set_id: int, members: tuple[Node, ...]) -> bool:
     return work.refuse([n for n in members if n in wanted and n not in bases] + copied, "output-alias", text)
 
 
-def _private(work: _Work) -> frozenset[Node]:
+def _private(work: _Work, view_outputs: bool) -> frozenset[Node]:
     """Captured values of which eager code or the caller must get a copy of their own."""
     eager_written = {s for n, sets in work.aliasing.writes.items() if n in work.eager for s in sets}
     shown = {work.aliasing.set_of[o] for o in work.outputs if o in work.aliasing.set_of}
     keepers = [n for n in work.eager if has_hidden_effects(n)]  # user code may hold on to what it is given
     kept = {work.aliasing.set_of[a] for n in keepers for a in n.all_input_nodes if a in work.aliasing.set_of}
-    copied = eager_written | shown | kept
+    copied = eager_written | kept | (set() if view_outputs else shown)
     return frozenset(n for n, s in work.aliasing.set_of.items() if s in copied)
 
 

@@ -32,7 +32,7 @@ CODES: dict[str, str] = {
     "output-alias": "it makes a view that the caller gets together with its base or with another view of it",
     "returned-copy": "its result goes straight to the caller, so a captured copy would be copied again",
     "small-segment": "the segment would be too small to pay for its launch",
-    "capture-failed": "recording a segment failed, so its key runs uncaptured",
+    "capture-failed": "a segment could not be recorded and runs uncaptured",
     "moving-input": "it changes an input whose address keeps changing",
     # graph codes
     "normalise-failed": "the graph could not be normalised and runs as it came",
@@ -45,7 +45,7 @@ CODES: dict[str, str] = {
     "size-not-listed": "with padding='exact', only listed sizes are recorded",
     "zero-size": "a padded size is zero",
     "bucket-invalid": "the graph is not valid at the bucket's size",
-    "out-of-memory": "there is no memory for the buffers of another key",
+    "out-of-memory": "there was no memory to record or to run a key",
     "recording-cap": "the limit of recordings is reached",
     "input-dtype": "an input's dtype differs from the compiled one",
     "input-device": "an input's device differs from the compiled one",
@@ -55,7 +55,7 @@ CODES: dict[str, str] = {
     "aliased-inputs": "inputs share memory and one of them is changed",
     "already-capturing": "the caller is already capturing a graph",
     "dispatch-mode": "a dispatch mode is active",
-    "busy": "the compiled graph was called from inside one of its own breaks",
+    "busy": "it was called from inside a break of a compiled graph",
     "no-recorder": "there is no recorder for this device",
     "disabled": "capturing is turned off",
 }

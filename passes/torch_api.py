@@ -6,7 +6,8 @@ import from a private torch module; a new torch version is checked by reading th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_aggregate
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._sympy.printers import PythonPrinter
 
 __all__ = [
@@ -26,8 +28,12 @@ __all__ = [
     "OpOverload",
     "OpOverloadPacket",
     "PythonPrinter",
+    "StorageWeakRef",
     "TracingContext",
+    "allocate_to_pool",
     "clear_cublas_workspaces",
+    "cuda_alias",
+    "cuda_bytes",
     "data_ptrs_equal",
     "dispatch_mode_active",
     "enable_python_dispatcher",
@@ -64,10 +70,39 @@ def clear_cublas_workspaces() -> None:
     torch._C._cuda_clearCublasWorkspaces()
 
 
+def _index(device: torch.device) -> int:
+    return device.index if device.index is not None else torch.cuda.current_device()
+
+
 def end_allocate_to_pool(device: torch.device, pool: Any) -> None:
     """Take the CUDA allocator off a graph pool (what ``capture_end`` does, unless it fails before)."""
-    index = device.index if device.index is not None else torch.cuda.current_device()
-    torch._C._cuda_endAllocateToPool(index, pool)
+    torch._C._cuda_endAllocateToPool(_index(device), pool)
+
+
+@contextlib.contextmanager
+def allocate_to_pool(device: torch.device, pool: Any) -> Iterator[None]:
+    """This thread's CUDA allocations come from a graph pool (as cudagraph trees do for their warm-up). Some graph must
+    hold the pool: leaving the context gives up one use of it."""
+    torch._C._cuda_beginAllocateCurrentThreadToPool(_index(device), pool)
+    try:
+        yield
+    finally:
+        torch._C._cuda_endAllocateToPool(_index(device), pool)
+        torch._C._cuda_releasePool(_index(device), pool)
+
+
+def cuda_alias(tensor: torch.Tensor) -> torch.Tensor:
+    """A CUDA tensor on the same memory that does not keep the memory."""
+    storage = tensor.untyped_storage()
+    memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
+    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return alias.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def cuda_bytes(device: torch.device, address: int, nbytes: int) -> torch.Tensor:
+    """Raw memory as a uint8 tensor that does not keep it."""
+    memory = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(memory, 0, (nbytes,), (1,))
 
 
 def dispatch_mode_active() -> bool:

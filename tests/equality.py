@@ -74,7 +74,7 @@ class Poison:
             keep |= {c.untyped_storage().data_ptr() for c in graph.normal.constants.values() if _plain(c)}
             for entry in graph.entries.values():
                 for t in (*entry.slots, *entry.bridges, *entry.static.values()):
-                    if _plain(t) and t.untyped_storage().data_ptr() not in keep:
+                    if _plain(t) and t.untyped_storage().data_ptr() in entry.owned - keep:
                         self._spoil(t)
 
     def _spoil(self, tensor: torch.Tensor) -> None:

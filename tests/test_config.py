@@ -43,7 +43,9 @@ def test_every_option_is_read():
         "min_segment_kernels": 1,
         "enabled": False,
         "strict": True,
-        "outputs": "safe",
+        "outputs": "view",
+        "max_bytes": 2**30,
+        "verify_memory": True,
         "record": "never",
         "progress": True,
     }
@@ -54,6 +56,7 @@ def test_every_option_is_read():
     assert (config.prefill.backend, config.prefill.max_bs, config.prefill.bs) == ("full", 7, None)
     assert config.break_ops == ("ns::op", torch.ops.aten.mm.default, operator.add)
     assert config.progress is True
+    assert (config.outputs, config.max_bytes, config.verify_memory) == ("view", 2**30, True)
     assert (config.enabled, config.strict, config.record) == (False, True, "never")
     assert Config.parse({"phase": "prefill"}).active == Config().prefill
     assert Config.parse({"phase": "decode"}).active == Config().decode
@@ -90,7 +93,7 @@ BAD = [
     *(("phase", value) for value in ("extend", 1, ["decode"])),
     *(("enabled", value) for value in (1, 0, None, "yes")),
     *(("strict", value) for value in (1, None, "False")),
-    *(("outputs", value) for value in ("view", None)),
+    *(("outputs", value) for value in ("views", None)),
     *(("record", value) for value in ("first", True, None)),
     *(("break_ops", value) for value in ("ns::op", [1], [""], None, {"ns::op": 1})),
     *(("decode", value) for value in (None, "full", [("bs", [1])])),
@@ -230,7 +233,9 @@ COMMON = {
     "min_segment_kernels": COUNT,
     "enabled": st.booleans(),
     "strict": st.booleans(),
-    "outputs": st.just("safe"),
+    "outputs": st.sampled_from(["safe", "view"]),
+    "max_bytes": st.none() | st.integers(1, 2**40),
+    "verify_memory": st.booleans(),
     "record": st.sampled_from(["second", "never"]),
 }
 NAMED = st.dictionaries(st.sampled_from(["x", "x:1", "y:0", f"{IDS}[1]"]), SIZES, max_size=3)

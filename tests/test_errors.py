@@ -15,6 +15,8 @@ from torch_graph_backend.errors import (
     BreakOpError,
     BridgeMismatch,
     CaptureError,
+    MemoryFault,
+    NothingToRecord,
     ReplayError,
     StrictModeError,
     TorchGraphBackendError,
@@ -35,6 +37,8 @@ EXAMPLES = [
     (BreakOpError("ns::op", "it has no fake", fix="register one"), "BCG301", ["'ns::op'", "no fake", "register one"]),
     (ReplayError("bucket 8"), "BCG401", ["bucket 8", "cleaned up"]),
     (CaptureError("aten.item", "it waits for the device"), "BCG402", ["aten.item", "it waits", "fix: "]),
+    (NothingToRecord(["f 8: grad: x"]), "BCG404", ["nothing was recorded", "f 8: grad: x"]),
+    (MemoryFault(2, "8"), "BCG405", ["segment 2", "key 8", "report it"]),
     (BridgeMismatch("ns::op", "float32[8]", "float16[8]"), "BCG403", ["ns::op", "float32[8]", "float16[8]"]),
 ]
 IDS = [type(error).__name__ for error, _, _ in EXAMPLES]

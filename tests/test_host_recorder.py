@@ -548,18 +548,18 @@ def test_the_pool_stays_flat_over_recordings_that_are_dropped(recorder: HostReco
     x = torch.ones(4, 6)
     recorder.capture_one(three_layers, [x])
     recorder.capture_one(three_layers, [x])
-    size = recorder.pool_bytes
+    size = recorder.nbytes
     for _ in range(200):
         recorder.capture_one(three_layers, [x])
-    assert recorder.pool_bytes == size
+    assert recorder.nbytes == size
     assert recorder.leased_bytes == 0
 
 
 def test_a_smaller_recording_reuses_the_blocks_of_a_larger_one(recorder: HostRecorder) -> None:
     recorder.capture_one(three_layers, [torch.ones(64, 6)])
-    size = recorder.pool_bytes
+    size = recorder.nbytes
     recorder.capture_one(three_layers, [torch.ones(16, 6)])
-    assert recorder.pool_bytes == size
+    assert recorder.nbytes == size
 
 
 def test_intermediates_share_memory_within_a_segment(recorder: HostRecorder) -> None:
@@ -570,7 +570,7 @@ def test_intermediates_share_memory_within_a_segment(recorder: HostRecorder) -> 
 
     recording = recorder.capture_one(chain, [torch.zeros(256)])
     recorder.replay(recording)
-    assert recorder.pool_bytes == 2 * 1024
+    assert recorder.nbytes == 2 * 1024
     assert recording.outputs[0].tolist() == [50.0] * 256
 
 
@@ -614,7 +614,7 @@ def test_cleanup_frees_the_pool_and_invalidates_every_recording(recorder: HostRe
     recording = recorder.capture_one(lambda x: (x + 1,), [torch.ones(8)])
     recorder.replay(recording)
     recorder.cleanup()
-    assert recorder.pool_bytes == 0
+    assert recorder.nbytes == 0
     with pytest.raises(ReplayError, match="cleaned up"):
         recorder.replay(recording)
     assert recording.outputs[0].tolist() == [2.0] * 8, "memory that a caller still holds stays valid"
@@ -629,7 +629,7 @@ def test_allocate_keeps_the_strides_and_lies_outside_the_pool(recorder: HostReco
     tensor = recorder.allocate((2, 3), (1, 4), torch.bfloat16)
     assert tensor.stride() == (1, 4)
     assert not tensor.any()
-    assert recorder.pool_bytes == 0
+    assert recorder.nbytes == 0
     assert recorder.allocate((0, 3), (3, 1), torch.int64).shape == (0, 3)
 
 

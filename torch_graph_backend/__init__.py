@@ -2,7 +2,8 @@
 
 from importlib.metadata import PackageNotFoundError, version
 
-from torch_graph_backend.backend import bcg, reset
+from torch_graph_backend.ahead import capture
+from torch_graph_backend.backend import bcg, close, reset
 from torch_graph_backend.break_ops import break_ops, register_break_op, unregister_break_op
 from torch_graph_backend.errors import TorchGraphBackendError
 from torch_graph_backend.explain import Stats, explain, plans, stats
@@ -23,6 +24,8 @@ __all__ = [
     "TorchGraphBackendError",
     "bcg",
     "break_ops",
+    "capture",
+    "close",
     "explain",
     "plans",
     "register_break_op",

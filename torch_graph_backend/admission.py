@@ -16,6 +16,7 @@ import sympy
 import torch
 
 from torch_graph_backend.buckets import Ladder
+from torch_graph_backend.errors import BadOption
 from torch_graph_backend.passes.normalize import NormalGraph
 from torch_graph_backend.passes.reasons import Reason
 from torch_graph_backend.passes.torch_api import FakeTensorMode, dispatch_mode_active
@@ -83,6 +84,19 @@ class Keys:
         if found is None:
             found = self.cache[what] = self._pick(sizes)
         return found
+
+    def choices(self, wished: Sequence[Any] | None, sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Real sizes of the bucketed symbols to record ahead: those wished for (an int means every bucketed symbol), or
+        all rungs up to the ones of ``sizes``."""
+        if wished is not None:
+            found = [tuple(w) if isinstance(w, (tuple, list)) else (w,) * len(self.bucketed) for w in wished]
+            for choice in found:
+                if len(choice) != len(self.bucketed):
+                    raise BadOption("sizes", choice, f"an int or a tuple of {len(self.bucketed)} ints")
+            return found
+        tops = [ladder.pick(sizes[i]) or 0 for i, ladder in zip(self.bucketed, self.ladders, strict=True)]
+        rungs = [[s for s in ladder.sizes if s <= top] for ladder, top in zip(self.ladders, tops, strict=True)]
+        return list(itertools.product(*rungs))
 
     def _pick(self, sizes: tuple[int, ...]) -> tuple[ShapeKey, tuple[int, ...]] | Reason:
         options = []

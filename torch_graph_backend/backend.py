@@ -18,8 +18,10 @@ from torch.fx import GraphModule
 from torch_graph_backend import registry
 from torch_graph_backend.break_ops import break_predicate
 from torch_graph_backend.config import Config
+from torch_graph_backend.device_state import cleanup_all, state_of
 from torch_graph_backend.errors import StrictModeError
 from torch_graph_backend.ledger import log
+from torch_graph_backend.passes.alias import has_hidden_effects, is_random
 from torch_graph_backend.passes.classify import Classified, classify
 from torch_graph_backend.passes.normalize import NormalGraph, NormaliseError, normalise
 from torch_graph_backend.passes.reasons import Reason
@@ -28,7 +30,6 @@ from torch_graph_backend.passes.symbols import unreadable
 from torch_graph_backend.passes.torch_api import TracingContext
 from torch_graph_backend.plan import Plan
 from torch_graph_backend.plan_build import build_plan
-from torch_graph_backend.recorders import cleanup_all, recorder_for
 from torch_graph_backend.runner import CompiledGraph
 
 
@@ -50,6 +51,13 @@ def reset() -> None:
     """Close every compiled graph and free all memory of ours. ``torch._dynamo.reset()`` calls this."""
     registry.forget_all()
     cleanup_all()
+
+
+def close(model: Any) -> None:
+    """Free the recordings and buffers of ``model``'s graphs; its later calls run eagerly, with the reason ``disabled``.
+    Memory of the shared pool goes back to the device with its last recording."""
+    for graph in registry.graphs_of(model):
+        graph.close()
 
 
 bcg.reset = reset  # type: ignore[attr-defined]
@@ -97,15 +105,23 @@ class _Compiler:
         if unread is not None:
             raise NormaliseError(unread)
         device = _device(normal)
+        views = self.config.outputs == "view"
         classified = classify(
-            normal, device, self.is_break, moving=self.moving, min_kernels=self.config.min_segment_kernels
+            normal,
+            device,
+            self.is_break,
+            moving=self.moving,
+            min_kernels=self.config.min_segment_kernels,
+            view_outputs=views,
         )
-        plan = build_plan(self.name, device, normal, classified)
-        found = recorder_for(device)
+        plan = build_plan(self.name, device, normal, classified, views)
+        found = state_of(device)
         if isinstance(found, Reason):
             self.graph.plan, self.graph.reason = plan, self.graph.reason or found
             return
-        self.graph.adopt(plan, normal, _written_args(normal, classified), *found)
+        written = _written_args(normal, classified)
+        pure = not written and not any(is_random(n) or has_hidden_effects(n) for n in normal.graph.nodes)
+        self.graph.adopt(plan, normal, written, found, pure)
         self.graph.seconds = {"normalise": middle - start, "plan": time.perf_counter() - middle}
         self.report(plan)
 

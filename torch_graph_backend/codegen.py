@@ -183,6 +183,7 @@ class _Writer:
 
     def driver(self) -> str:
         lines = ["def run(A, S, F):  # arguments, real sizes, frame", f"    {self.unpacked('S')}", "    F.fill(A)"]
+        dead = self.dead_after()
         for step in self.plan.steps:
             if isinstance(step, CapturedSegment):
                 cuts = [f"cut_{i}" for i, c in enumerate(self.plan.cuts) if c.after == step.index]
@@ -195,9 +196,28 @@ class _Writer:
             sources = [self.ref(b.source) for b in self.plan.bridges if b.after == step.index]
             if sources:
                 lines.append(f"    F.bridge({step.index}, ({', '.join(sources)},))")
+            if dead.get(step.index):
+                lines.append(f"    del {', '.join(dead[step.index])}")
         outputs = ", ".join(self.output(o) for o in self.plan.outputs)
         lines.append(f"    return ({outputs}{',' if self.plan.outputs else ''})")
         return "\n".join(lines) + "\n"
+
+    def dead_after(self) -> dict[int, list[str]]:
+        """Per step, the driver's values whose last use (or making) it is: eager code would have freed them by then."""
+        at: dict[str, int] = {}
+        for step in self.plan.steps:
+            made = [f"cut_{i}" for i, c in enumerate(self.plan.cuts) if c.after == step.index]
+            made += [f"v_{o}" for o in step.outputs] if isinstance(step, EagerRegion) else []
+            used = [] if isinstance(step, CapturedSegment) else [self.ref(r) for _, r in step.inputs]
+            used += [self.ref(b.source) for b in self.plan.bridges if b.after == step.index]
+            at.update({name: step.index for name in (*made, *used) if name in at or name in made})
+        for out in self.plan.outputs:
+            if out.ref is not None:
+                at.pop(self.ref(out.ref), None)
+        found: dict[int, list[str]] = {}
+        for name, index in at.items():
+            found.setdefault(index, []).append(name)
+        return found
 
     def unpacked(self, source: str) -> str:
         return f"({', '.join(self.symbols)},) = {source}" if self.symbols else "pass"

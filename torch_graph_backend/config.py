@@ -192,6 +192,8 @@ class Config:
     * ``padding`` ("buckets" | "exact"; default "buckets"): round sizes up to a bucket, or record exact sizes alone:
       those that are listed, or any size up to the largest where none are.
     * ``max_recordings`` (int >= 1; default 64): the most recordings that one compiled graph keeps.
+    * ``max_bytes`` (int >= 1 | None; default None): no key is added once all recordings of the device hold this many
+      bytes; None means half of the device's memory (for a CPU, of the machine's).
     * ``decode``, ``prefill`` (dict; default {}): see ``PhaseConfig``.
     * ``phase`` ("decode" | "prefill" | None; default None): which phase this compile serves; its sizes become the
       buckets. Excludes a list of ``buckets``.
@@ -199,8 +201,11 @@ class Config:
     * ``min_segment_kernels`` (int >= 1; default 2): a segment with fewer kernels runs eagerly.
     * ``enabled`` (bool; default True): False runs everything eagerly.
     * ``strict`` (bool; default False): True raises StrictModeError where something would not be captured.
-    * ``outputs`` ("safe"; the default): a returned tensor stays what it was when the next call replays.
+    * ``outputs`` ("safe" | "view"; default "safe"): a returned tensor stays what it was when the next call replays; or
+      it may lie in the recording's own memory, without a copy, and the next call of this key overwrites it.
     * ``record`` ("second" | "never"; default "second"): record on the second call of a key, or always run uncaptured.
+    * ``verify_memory`` (bool; default False): replay every segment twice, with other values in all memory that the call
+      has not written, and raise MemoryFault if a result differs. For tests: slow.
     * ``progress`` (bool; default False): show a progress bar while a key is recorded (a line without a terminal).
 
     ``guard_filter_fn`` and ``use_aoti`` belong to ``torch.compile`` and are ignored.
@@ -211,6 +216,7 @@ class Config:
     max_size: int = 8192
     padding: str = "buckets"
     max_recordings: int = 64
+    max_bytes: int | None = None
     decode: PhaseConfig = PhaseConfig("full")
     prefill: PhaseConfig = PhaseConfig("breakable")
     phase: str | None = None
@@ -221,6 +227,7 @@ class Config:
     outputs: str = "safe"
     record: str = "second"
     progress: bool = False
+    verify_memory: bool = False
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | None = None, mode: str | None = None) -> Config:
@@ -313,6 +320,7 @@ _CHECKS: dict[str, Check] = {
     "max_size": _positive,
     "padding": _choice("buckets", "exact"),
     "max_recordings": _positive,
+    "max_bytes": _optional(_positive),
     "decode": lambda name, value: PhaseConfig.parse("decode", value),
     "prefill": lambda name, value: PhaseConfig.parse("prefill", value),
     "phase": _choice("decode", "prefill", None),
@@ -320,8 +328,9 @@ _CHECKS: dict[str, Check] = {
     "min_segment_kernels": _positive,
     "enabled": _flag,
     "strict": _flag,
-    "outputs": _choice("safe"),
+    "outputs": _choice("safe", "view"),
     "record": _choice("second", "never"),
     "progress": _flag,
+    "verify_memory": _flag,
 }
 _DEFAULT = Config()

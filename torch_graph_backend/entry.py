@@ -1,53 +1,59 @@
-"""One key of one compiled graph: its static buffers, its recordings, and the frames that run the plan on them.
+"""One key of one compiled graph: its static buffers, its recordings, and where every boundary value lies.
 
-Contract (C2). The first call on a key runs the segments' Python on the same buffers that the recording will use and
-returns that answer. ``record`` executes nothing. A ``Frame`` is the plan at one real size: ``fill`` writes the slots,
-``segment`` launches (or, on a first call, runs) one segment and hands out its cuts, ``bridge`` checks and copies
-eager results, ``own`` copies an output whose memory turns out to be ours.
+Contract (C1, C2). The first call on a key runs the segments' Python on the same buffers that the recording will use
+and returns that answer; ``record`` executes nothing. Slots and bridges lie in the device's arena. A boundary value of a
+recorded segment lies in the recorder's pool and is held only until its last reader has been recorded: ``static`` has
+aliases that keep no memory. Arguments are read in place and compared by address; they are not kept alive either.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from torch_graph_backend.codegen import Program
-from torch_graph_backend.errors import BridgeMismatch
+from torch_graph_backend.demotion import Demoted, demote
+from torch_graph_backend.device_state import DeviceState
+from torch_graph_backend.frames import FirstFrame, Frame, PartialFrame
 from torch_graph_backend.passes.normalize import NormalGraph
 from torch_graph_backend.passes.reasons import Reason
-from torch_graph_backend.passes.torch_api import data_ptrs_equal
-from torch_graph_backend.plan import CapturedSegment, Cut, EagerRegion, Plan, Ref
+from torch_graph_backend.passes.torch_api import StorageWeakRef, data_ptrs_equal
+from torch_graph_backend.plan import CapturedSegment, Cut, Plan, Ref
 from torch_graph_backend.progress import shown
-from torch_graph_backend.recorders.base import CaptureBackend, Recording
+from torch_graph_backend.recorders.base import Recording
 from torch_graph_backend.shape_key import ShapeKey
-from torch_graph_backend.slots import CutView, Filler, Sizes, Window, buffer_strides, evaluate
+from torch_graph_backend.slots import Sizes, Window, buffer_strides
+from torch_graph_backend.verify import CheckedFrame
 
 #: Frames kept per key: one per real size seen. A bucket of the default ladder covers at most an eighth of its size.
 _FRAMES = 64
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 class Entry:
     """Static memory and recordings of one key.
 
     ``ran_on`` holds the threads that made a first call: a thread records only after a first run of its own, which
-    makes what libraries keep per thread (cuBLAS handles) and cannot make inside a recording.
+    makes what libraries keep per thread (cuBLAS handles) and cannot make inside a recording. ``demoted`` segments could
+    not be recorded and run as Python at every call. ``nbytes``: memory that had to be allocated for this key.
     """
 
     def __init__(
-        self, key: ShapeKey, plan: Plan, normal: NormalGraph, program: Program, recorder: CaptureBackend, bucket: Sizes
+        self, key: ShapeKey, plan: Plan, normal: NormalGraph, program: Program, state: DeviceState, bucket: Sizes
     ) -> None:
-        self.key, self.plan, self.normal, self.program, self.recorder = key, plan, normal, program, recorder
+        self.key, self.plan, self.normal, self.program, self.state = key, plan, normal, program, state
+        self.recorder = state.recorder
         self.bucket = bucket
         self.size_args = tuple(bucket[s.symbol] for s in plan.symbols)
-        self.slots = [self._buffer(s.spec) for s in plan.slots]
-        self.bridges = [self._buffer(b.spec) for b in plan.bridges]
+        exact = frozenset(s.symbol for s in plan.symbols if s.kind == "exact")
+        specs = [*(s.spec for s in plan.slots), *(b.spec for b in plan.bridges)]
+        self.lease = state.arena.take([(*buffer_strides(spec, bucket, exact), spec.dtype) for spec in specs])
+        self.slots = list(self.lease.buffers[: len(plan.slots)])
+        self.bridges = list(self.lease.buffers[len(plan.slots) :])
         self.slot_windows = [Window.at(s.spec.padding, bucket) for s in plan.slots]
         self.bridge_windows = [Window.at(b.spec.padding, bucket) for b in plan.bridges]
         self.cut_windows = [Window.at(c.spec.padding, bucket) for c in plan.cuts]
@@ -57,20 +63,29 @@ class Entry:
         self.bridges_after: dict[int, list[int]] = {}
         for i, b in enumerate(plan.bridges):
             self.bridges_after.setdefault(b.after, []).append(i)
+        self.buffer_storages = {storage_of(t) for t in self.lease.buffers}
+        self.last_used = 0
+        self.nbytes = self.lease.nbytes
+        self.moves = self.replays = 0
+        self.rest = self.rests = 0
+        self.verify = False
+        self.refused: Reason | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the recordings (an address moved); the next call on this key is a first call again."""
         self.ran_on: set[int] = set()
         self.uncaptured: Reason | None = None
-        self.refused: Reason | None = None
-        self.recordings: dict[int, Recording] | None = None
-        self.static: dict[str, torch.Tensor] = {}
+        self.recordings: dict[int, Recording] = {}
+        self.recorded = False
+        self.demoted: dict[int, Demoted] = {}
+        self.static: dict[str, Any] = {}
+        self.held: dict[str, Any] = {}
         self.pins: tuple[list[int], list[int]] = ([], [])
-        self.moves = 0
+        self.layouts: list[tuple[int, tuple[int, ...]]] = []
+        self.watched: list[StorageWeakRef] = []
+        self.owned = set(self.buffer_storages)
         self.frames: OrderedDict[tuple[int, ...], Frame] = OrderedDict()
-        self.owned = {_storage(t) for t in (*self.slots, *self.bridges)} - {0}
-
-    def _buffer(self, spec: Any) -> torch.Tensor:
-        exact = frozenset(s.symbol for s in self.plan.symbols if s.kind == "exact")
-        shape, stride = buffer_strides(spec, self.bucket, exact)
-        return self.recorder.allocate(shape, stride, spec.dtype)
 
     # -- segments ------------------------------------------------------------------------------------------------
 
@@ -89,51 +104,121 @@ class Entry:
             return self.normal.constants[str(ref.key)]
         return values[str(ref.key)]
 
-    def run_segment(self, step: CapturedSegment, args: Sequence[Any], values: dict[str, Any]) -> None:
-        """Run a segment's Python at the bucket's size (a first call)."""
+    def run_segment(self, step: CapturedSegment, args: Sequence[Any], values: dict[str, Any]) -> tuple[Any, ...]:
+        """Run a segment's Python at the bucket's size."""
         with self.recorder.capture_session(self._writes_inference(args)):
-            outputs = self.program.steps[step.index](*self.size_args, *self.inputs(step, args, values))
-        values.update(zip(step.outputs, outputs, strict=True))
+            return self.program.steps[step.index](*self.size_args, *self.inputs(step, args, values))
 
     def _writes_inference(self, args: Sequence[Any]) -> bool:
         """Whether a segment changes a tensor made under inference mode: only inference mode may do that."""
         return any(args[i].is_inference() for i in self.plan.mutated)
 
-    def record(self, args: Sequence[Any], progress: bool = False) -> None:
-        """Record all segments in order. On an error nothing is kept and the error is raised."""
-        recordings: dict[int, Recording] = {}
+    def warm_up(self, args: Sequence[Any]) -> None:
+        """Run the segments alone, on zeros: kernels are loaded and chosen. Changes what the segments change."""
+        for buffer in self.lease.buffers:
+            buffer.zero_()
         values: dict[str, Any] = {}
-        with self.recorder.record_session(self._writes_inference(args)):
-            for step in shown(self.plan.segments, f"recording {self.key}", progress):
-                fn, sizes = self.program.steps[step.index], self.size_args
-                tensors = self.inputs(step, args, values)
-                made = self.recorder.capture_one(lambda *t, fn=fn, sizes=sizes: fn(*sizes, *t), tensors)
-                recordings[step.index] = made
-                values.update(zip(step.outputs, made.outputs, strict=True))
-        self.recordings, self.static = recordings, values
-        theirs = {_storage(args[i]) for i in self.plan.pinned}  # a captured view of an argument is not ours
-        self.owned |= {_storage(t) for t in values.values() if isinstance(t, torch.Tensor)} - {0} - theirs
+        for step in self.plan.segments:
+            values.update(zip(step.outputs, self.run_segment(step, args, values), strict=True))
+        self.ran_on.add(threading.get_ident())
+
+    # -- recording -----------------------------------------------------------------------------------------------
+
+    def record(self, args: Sequence[Any], progress: bool = False) -> None:
+        """Record all segments in order. A segment that cannot be recorded is demoted; if none can, the first one's
+        error is raised. After any error nothing is kept."""
+        before = self.recorder.nbytes
+        values: dict[str, Any] = {}
+        pinned = [args[i] for i in self.plan.pinned]
+        errors: list[Exception] = []
+        try:
+            with self.recorder.record_session(self._writes_inference(args)):
+                for step in shown(self.plan.segments, f"recording {self.key}", progress):
+                    self._let_go(values, step.index)
+                    outputs = self._record_one(step, self.inputs(step, args, values), pinned, errors)
+                    values.update(zip(step.outputs, outputs, strict=True))
+                    self.static.update((n, self._aliases(v)) for n, v in zip(step.outputs, outputs, strict=True))
+            if errors and not self.recordings:
+                raise errors[0]
+        except BaseException:
+            self.forget()
+            raise
+        self.held = {n: values[n] for n in self.plan.held if n in values}
+        self.nbytes += max(0, self.recorder.nbytes - before)
+        self._pin(args)
+        self.recorded = True
+
+    def _record_one(
+        self, step: CapturedSegment, inputs: list[Any], weak: list[torch.Tensor], errors: list[Exception]
+    ) -> Sequence[Any]:
+        fn, sizes = self.program.steps[step.index], self.size_args
+        try:
+            made = self.recorder.capture_one(lambda *t: fn(*sizes, *t), inputs, weak)
+        except (torch.OutOfMemoryError, MemoryError):
+            raise  # memory is not the segment's fault
+        except Exception as error:
+            errors.append(error)
+            self.demoted[step.index], outputs = demote(self, step, inputs, error)
+            return outputs
+        # Its outputs would keep their memory: the aliases below are enough.
+        self.recordings[step.index] = replace(made, outputs=())
+        return made.outputs
+
+    def _let_go(self, values: dict[str, Any], index: int) -> None:
+        """Drop the values whose last reader comes before step ``index``."""
+        for step in self.plan.segments:
+            for name, last in zip(step.outputs, step.last_reads, strict=True):
+                if last < index and name not in self.plan.held:
+                    values.pop(name, None)
+
+    def _aliases(self, value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return [self._aliases(v) for v in value]
+        return self.recorder.alias(value) if isinstance(value, torch.Tensor) else value
+
+    def _pin(self, args: Sequence[Any]) -> None:
+        theirs = {storage_of(args[i]) for i in self.plan.pinned}  # a captured view of an argument is not ours
+        ours = {storage_of(t) for t in self.static.values() if isinstance(t, torch.Tensor)}
+        self.owned = (self.buffer_storages | ours) - {0} - theirs
         pinned = [i for i in self.plan.pinned if args[i].numel()]
         self.pins = ([args[i].data_ptr() if i in pinned else 0 for i in range(len(args))], pinned)
-        self.frames.clear()
+        placeholders = self.normal.placeholders
+        # Dynamo guards the layout of parameters and buffers; another tensor at the same address may have other strides.
+        moving = [i for i in self.plan.pinned if not placeholders[i].meta.get("static")]
+        self.layouts = [(i, args[i].stride()) for i in moving]
+        self.watched = [StorageWeakRef(args[i].untyped_storage()) for i in moving]
 
-    def forget(self) -> None:
-        """Drop the recordings (an address moved); the next call on this key is a first call again."""
-        self.recordings, self.static = None, {}
-        self.ran_on.clear()
-        self.frames.clear()
+    def dead(self) -> bool:
+        """Whether memory that the recordings work on, a cache of the caller's, is gone."""
+        return any(ref.expired() for ref in self.watched)
+
+    def rest_for(self, calls: int) -> None:
+        """Let this key rest for so many calls; twice as many as the last time, if it rested before."""
+        self.rest = self.rests = max(calls, 2 * self.rests)
+
+    def resting(self) -> Reason | None:
+        """Counts one call down."""
+        if self.rest == 0:
+            return None
+        self.rest -= 1
+        return Reason("out-of-memory", f"key {self.key} ran out of memory lately")
 
     def moved(self, args: list[Any]) -> list[int]:
-        """Pinned arguments that are not where they were recorded."""
+        """Pinned arguments that are not where, or not laid out as, they were recorded."""
         pointers, which = self.pins
-        if data_ptrs_equal(args, pointers, which):
+        restrided = [i for i, stride in self.layouts if args[i].stride() != stride]
+        if not restrided and data_ptrs_equal(args, pointers, which):
             return []
-        return [i for i in which if args[i].data_ptr() != pointers[i]]
+        return restrided + [i for i in which if args[i].data_ptr() != pointers[i]]
 
     # -- frames --------------------------------------------------------------------------------------------------
 
-    def frame(self, sizes: tuple[int, ...]) -> Frame:
+    def frame(self, sizes: tuple[int, ...], args: Sequence[Any]) -> Frame:
         """The replay frame of one real size, cached."""
+        if self.demoted:
+            return PartialFrame(self, sizes, args)
+        if self.verify:
+            return CheckedFrame(self, sizes)
         found = self.frames.get(sizes)
         if found is None:
             found = self.frames[sizes] = Frame(self, sizes)
@@ -143,106 +228,11 @@ class Entry:
             self.frames.move_to_end(sizes)
         return found
 
-
-class Frame:
-    """The plan at one real size, replaying. Only buffers and views are held, nothing of the caller."""
-
-    def __init__(self, entry: Entry, sizes: tuple[int, ...]) -> None:
-        self.entry = entry
-        plan = entry.plan
-        self.sizes: dict[Any, int] = {s.symbol: v for s, v in zip(plan.symbols, sizes, strict=True)}
-        self.slot_args = [s.arg for s in plan.slots]
-        self.slot_filler = Filler(entry.slots, entry.slot_windows, self.sizes)
-        self.bridge_fillers = {k: self._bridge_filler(which) for k, which in entry.bridges_after.items()}
-        self.views = (
-            {k: [self._cut(i, c) for i, c in cuts] for k, cuts in entry.cuts_after.items()} if self.replays else {}
-        )
-
-    @property
-    def replays(self) -> bool:
-        return self.entry.recordings is not None
-
-    def _bridge_filler(self, which: list[int]) -> tuple[list[int], Filler, list[tuple[int, ...]]]:
-        e = self.entry
-        filler = Filler([e.bridges[i] for i in which], [e.bridge_windows[i] for i in which], self.sizes)
-        return which, filler, [tuple(r.shape) for r in filler.real]
-
-    def _cut(self, index: int, cut: Cut) -> CutView:
-        return CutView(self.value(cut.value), cut.spec, self.entry.cut_windows[index], cut.private, self.sizes)
-
-    def value(self, name: str) -> torch.Tensor:
-        return self.entry.static[name]
-
-    # -- called by the generated driver --------------------------------------------------------------------------
-
-    def fill(self, args: Sequence[Any]) -> None:
-        """Write every slot: real rows from the caller's arguments, tails from row 0."""
-        self.slot_filler.fill([args[i] for i in self.slot_args])
-
-    def segment(self, index: int) -> list[torch.Tensor]:
-        """Replay a segment and take its cuts."""
-        e = self.entry
-        assert e.recordings is not None
-        e.recorder.replay(e.recordings[index])
-        return [view.take() for view in self.views.get(index, ())]
-
-    def bridge(self, index: int, values: Sequence[Any]) -> None:
-        """Check eager results and copy them into their bridges (C3: never broadcast, never cast)."""
-        which, filler, shapes = self.bridge_fillers[index]
-        for i, value, shape in zip(which, values, shapes, strict=True):
-            buffer = self.entry.bridges[i]
-            good = isinstance(value, torch.Tensor) and value.dtype is buffer.dtype and tuple(value.shape) == shape
-            if not good or value.device != buffer.device:
-                raise self._mismatch(i, value, shape)
-        filler.fill(values)
-
-    def _mismatch(self, index: int, value: Any, shape: tuple[int, ...]) -> BridgeMismatch:
-        bridge = self.entry.plan.bridges[index]
-        buffer = self.entry.bridges[index]
-        region = next(s for s in self.entry.plan.steps if isinstance(s, EagerRegion) and s.index == bridge.after)
-        op = next((o for o in region.ops if o.value == bridge.value), region.ops[-1])
-        expected = f"{buffer.dtype} {list(shape)} on {buffer.device}"
-        got = f"{value.dtype} {list(value.shape)} on {value.device}" if isinstance(value, torch.Tensor) else repr(value)
-        return BridgeMismatch(op.op, expected, got, where=op.where)
-
-    def own(self, value: Any) -> Any:
-        """An eager result as the caller may keep it: copied if it lies in memory that the next call overwrites."""
-        if isinstance(value, torch.Tensor):
-            return value.clone() if self._ours(value) else value
-        if isinstance(value, (tuple, list)):
-            return type(value)([self.own(v) for v in value])
-        return value
-
-    def _ours(self, tensor: torch.Tensor) -> bool:
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and hasattr(tensor, "__tensor_flatten__"):
-            return any(self._ours(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
-        if tensor.layout is not torch.strided:
-            return False
-        return _storage(tensor) in self.entry.owned
+    def first_frame(self, sizes: tuple[int, ...], args: Sequence[Any]) -> FirstFrame:
+        """The frame of a call that runs uncaptured."""
+        return FirstFrame(self, sizes, args)
 
 
-class FirstFrame(Frame):
-    """The plan at one real size on a first call: segments run as Python, on the same buffers."""
-
-    def __init__(self, entry: Entry, sizes: tuple[int, ...], args: Sequence[Any]) -> None:
-        self.args = args
-        self.values: dict[str, Any] = {}
-        super().__init__(entry, sizes)
-
-    @property
-    def replays(self) -> bool:
-        return False
-
-    def value(self, name: str) -> torch.Tensor:
-        return self.values[name]
-
-    def segment(self, index: int) -> list[torch.Tensor]:
-        step = self.entry.plan.steps[index]
-        assert isinstance(step, CapturedSegment)
-        self.entry.run_segment(step, self.args, self.values)
-        return [self._cut(i, c).take() for i, c in self.entry.cuts_after.get(index, ())]
-
-
-def expected_shape(spec: Any, sizes: Sizes) -> tuple[int, ...]:
-    """The shape of a spec at the given sizes."""
-    return tuple(evaluate(s, sizes) for s in spec.shape)
+def storage_of(tensor: torch.Tensor) -> int:
+    """The address of the memory that a tensor, or a view of it, lies in."""
+    return tensor.untyped_storage().data_ptr()

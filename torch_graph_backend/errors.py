@@ -171,6 +171,29 @@ class CaptureError(TorchGraphBackendError, RuntimeError):
         super().__init__(message, where=where, fix=fix or f"make {op} a break op, so that it runs between the segments")
 
 
+class NothingToRecord(TorchGraphBackendError):  # noqa: N818 (the name is the cause)
+    """``capture`` could record no key. ``reasons`` says why, one text a graph or key."""
+
+    code = "BCG404"
+    template = "nothing was recorded ahead: {reasons}"
+
+    def __init__(self, reasons: Iterable[str], *, where: str = "", fix: str = "") -> None:
+        self.reasons = tuple(reasons)
+        none = "the call reached no compiled graph; was the model compiled with backend='bcg'?"
+        super().__init__(self.template.format(reasons="; ".join(self.reasons) or none), where=where, fix=fix)
+
+
+class MemoryFault(TorchGraphBackendError):  # noqa: N818 (the name is the cause)
+    """Found by the option ``verify_memory``: a segment's results depend on memory that its call did not write."""
+
+    code = "BCG405"
+    template = "segment {segment} of key {key} reads memory that this call neither wrote nor pinned"
+
+    def __init__(self, segment: int, key: str, *, where: str = "", fix: str = "") -> None:
+        self.segment, self.key = segment, key
+        super().__init__(self.template.format(segment=segment, key=key), where=where, fix=fix or "report it as a bug")
+
+
 class BridgeMismatch(TorchGraphBackendError):  # noqa: N818 (the name is the cause)
     """An eager region returned something else than the graph was built for (structure, shape, dtype or device).
 

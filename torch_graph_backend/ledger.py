@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch_graph_backend.passes.reasons import Reason
@@ -17,11 +18,14 @@ log = logging.getLogger("torch_graph_backend")
 
 @dataclass
 class KeyCount:
-    """What happened on one key: first calls (one, plus one per re-record), replays, seconds spent recording."""
+    """What happened on one key: first calls (one, plus one per re-record), replays, seconds spent recording, bytes that
+    had to be allocated for it, and why segments of its last recording run uncaptured."""
 
     first_calls: int = 0
     replays: int = 0
     record_seconds: float = 0.0
+    nbytes: int = 0
+    demoted: tuple[Reason, ...] = ()
 
 
 @dataclass
@@ -62,6 +66,10 @@ class Ledger:
             self.first_calls += 1
             entry.first_calls += 1
 
-    def count_recording(self, key: ShapeKey, seconds: float) -> None:
+    def count_recording(self, key: ShapeKey, seconds: float, nbytes: int = 0, demoted: Sequence[Reason] = ()) -> None:
+        """A key was recorded, all of it but the demoted segments."""
         self.recordings += 1
-        self.keys.setdefault(key, KeyCount()).record_seconds += seconds
+        entry = self.keys.setdefault(key, KeyCount())
+        entry.record_seconds += seconds
+        entry.nbytes = nbytes
+        entry.demoted = tuple(demoted)

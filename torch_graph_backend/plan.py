@@ -107,9 +107,11 @@ class Step:
 
 @dataclass(frozen=True)
 class CapturedSegment(Step):
-    """Recorded once a key, replayed by one launch. ``writes`` names arguments it changes in place."""
+    """Recorded once a key, replayed by one launch. ``writes`` names arguments it changes in place. ``last_reads``: per
+    output, the last step that reads its memory, through whatever view (the number of steps: after the last one)."""
 
     writes: tuple[int, ...] = ()
+    last_reads: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class Output:
 class Plan:
     """Ordered steps and the memory between them. ``pinned`` are arguments read in place (compared by address);
     ``mutated`` those of them that segments change. ``conditions`` on sizes must hold at the bucket. ``reason`` is set
-    if nothing is captured."""
+    if nothing is captured. ``held``: captured values whose memory the caller gets to see (``outputs="view"``)."""
 
     name: str
     device: torch.device
@@ -150,6 +152,7 @@ class Plan:
     host_ops: int = 0
     conditions: tuple[sympy.Basic, ...] = ()
     reason: Reason | None = None
+    held: tuple[str, ...] = ()
 
     @property
     def segments(self) -> tuple[CapturedSegment, ...]:

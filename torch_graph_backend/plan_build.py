@@ -40,9 +40,11 @@ from torch_graph_backend.plan import (
 )
 
 
-def build_plan(name: str, device: torch.device, normal: NormalGraph, classified: Classified) -> Plan:
-    """The plan of one compiled graph."""
-    return _Builder(name, device, normal, classified).build()
+def build_plan(
+    name: str, device: torch.device, normal: NormalGraph, classified: Classified, view_outputs: bool = False
+) -> Plan:
+    """The plan of one compiled graph. ``view_outputs`` as ``classify`` was told."""
+    return _Builder(name, device, normal, classified, view_outputs).build()
 
 
 def spec_of(value: torch.Tensor, padding: Padding = ()) -> TensorSpec:
@@ -77,8 +79,11 @@ def _one_inside_the_other(
 
 
 class _Builder:
-    def __init__(self, name: str, device: torch.device, normal: NormalGraph, classified: Classified) -> None:
+    def __init__(
+        self, name: str, device: torch.device, normal: NormalGraph, classified: Classified, view_outputs: bool
+    ) -> None:
         self.name, self.device, self.normal, self.c = name, device, normal, classified
+        self.view_outputs = view_outputs
         self.args = {n: i for i, n in enumerate(normal.placeholders)}
         self.step_of = {n: i for i, p in enumerate(classified.phases) for n in p.nodes}
         self.captured = {n for p in classified.phases if p.captured for n in p.nodes}
@@ -88,6 +93,7 @@ class _Builder:
         self.pinned: dict[int, None] = {}
         self.used: dict[int, dict[Node, None]] = {i: {} for i in range(len(classified.phases))}
         self.bucketed = [s.symbol for s in classified.symbols if s.kind == "bucketed"]
+        self.shown = {n for n in normal.graph.nodes if any(u.op == "output" for u in n.users)}
 
     def build(self) -> Plan:
         phases = self.c.phases
@@ -111,6 +117,7 @@ class _Builder:
             sum(v.kind == "host" for v in self.c.verdicts.values()),
             self.c.conditions,
             None if captured else Reason("nothing-to-capture"),
+            self.held() if self.view_outputs else (),
         )
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -134,7 +141,23 @@ class _Builder:
             return EagerRegion(index, ops, inputs, outputs)
         sets = {s for n in phase.nodes for s in self.c.aliasing.writes.get(n, ())}
         writes = tuple(i for n, i in self.args.items() if self.c.aliasing.set_of.get(n) in sets)
-        return CapturedSegment(index, ops, inputs, outputs, writes)
+        last_reads = tuple(self.last_read(n) for n in phase.nodes if n in self.used[index])
+        return CapturedSegment(index, ops, inputs, outputs, writes, last_reads)
+
+    def held(self) -> tuple[str, ...]:
+        """Captured values that the caller sees, as they are or through a view."""
+        sets = {self.c.aliasing.set_of.get(n) for n in self.shown} - {None}
+        return tuple(n.name for n in self.step_of if n in self.captured and self.c.aliasing.set_of.get(n) in sets)
+
+    def last_read(self, value: Node) -> int:
+        """The last step that reads the memory of ``value``, which views of it may do as well."""
+        set_id = self.c.aliasing.set_of.get(value)
+        members = self.c.aliasing.members[set_id] if set_id is not None else (value,)
+        if any(m in self.shown and m not in self.captured for m in members):
+            return len(self.c.phases)
+        read = [self.step_of[u] for m in members for u in m.users if u in self.step_of]
+        taken = [cut.after for (node, _), cut in self.cuts.items() if node in members]
+        return max([self.step_of[value], *read, *taken])
 
     def op_line(self, node: Node) -> OpLine:
         return OpLine(node.name, name_of(node), where(node), not is_view(node), self.c.verdicts[node].reason)
@@ -259,7 +282,8 @@ class _Builder:
         end = 1 << 30
         if item in self.captured and not self.eager_writes(item):
             return Output(self.cut(item, self.last_version(item)))
-        return Output(self.read_eagerly(item, end), check=is_tensor_value(item.meta.get("val")))
+        check = not self.view_outputs and is_tensor_value(item.meta.get("val"))
+        return Output(self.read_eagerly(item, end), check=check)
 
     def last_version(self, value: Node) -> int:
         set_id = self.c.aliasing.set_of.get(value)

@@ -9,27 +9,32 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
 from torch_graph_backend.admission import Bounds, Inputs, Keys, grad_reason, mode_reason
+from torch_graph_backend.ahead import current_wish, serve
 from torch_graph_backend.codegen import Program, generate
 from torch_graph_backend.config import Config
-from torch_graph_backend.entry import Entry, FirstFrame
+from torch_graph_backend.device_state import DeviceState
+from torch_graph_backend.entry import Entry
 from torch_graph_backend.errors import StrictModeError
 from torch_graph_backend.ledger import Ledger, log
 from torch_graph_backend.passes.normalize import NormalGraph
 from torch_graph_backend.passes.reasons import Reason
 from torch_graph_backend.plan import Plan
-from torch_graph_backend.recorders.base import CaptureBackend
-from torch_graph_backend.shape_key import ShapeKey
+from torch_graph_backend.shape_key import ShapeKey, recording_order
 from torch_graph_backend.validate import bucket_reason
 
-#: After this many re-records because a changed input moved, the operations on it run eagerly instead.
+#: After so many re-records in a row that did not pay, because an input moved, its operations run eagerly.
 MAX_MOVES = 3
+#: A recording that was replayed this often paid: recording 18 kernels took 0.32 ms on an H200, a replay saves 0.1.
+WORTH_RECORDING = 16
+#: Calls of a key that are answered eagerly after it ran out of memory; doubled each time.
+FIRST_REST = 64
 
 
 class CompiledGraph:
@@ -43,13 +48,12 @@ class CompiledGraph:
         self.entries: dict[ShapeKey, Entry] = {}
         self.lock: Any = threading.RLock()
         self.turns_grad_on = False
-        self.running = False
 
-    def adopt(
-        self, plan: Plan, normal: NormalGraph, written: Sequence[int], recorder: CaptureBackend, lock: Any
-    ) -> None:
-        """Take a plan into use; also called again when a plan had to be made anew."""
-        self.plan, self.normal, self.recorder, self.lock = plan, normal, recorder, lock
+    def adopt(self, plan: Plan, normal: NormalGraph, written: Sequence[int], state: DeviceState, pure: bool) -> None:
+        """Take a plan into use, also one that was made anew. ``pure``: a call that failed half-way may be run again."""
+        self.pure = pure
+        self.plan, self.normal, self.state, self.lock = plan, normal, state, state.lock
+        self.recorder = state.recorder
         self.turns_grad_on = normal.turns_grad_on
         self.reason = self.reason or plan.reason
         self.entries = {}
@@ -71,23 +75,36 @@ class CompiledGraph:
             if isinstance(found, Reason):
                 return self.eagerly(found, args)
             entry, sizes = found
-            self.running = True
-            try:
-                return self.run(entry, sizes, list(args))
-            finally:
-                self.running = False
+            reason = self.ready(entry, args)
+            if reason is None:
+                self.state.running = True
+                try:
+                    out = self.run(entry, sizes, list(args))
+                except (torch.OutOfMemoryError, MemoryError) as error:
+                    reason = self.memory_ran_out(entry, error)
+                    if not self.pure:
+                        raise
+                finally:
+                    self.state.running = False
+            if reason is None:
+                if (wish := current_wish()) is not None:
+                    serve(self, wish, list(args))
+                return out
+            return self.eagerly(reason, args)
 
     def eagerly(self, reason: Reason, args: Sequence[Any]) -> Any:
         """The Dynamo graph as it came; counted, logged once a code, refused if the user asked for strictness."""
         if self.config.strict:
             raise StrictModeError(reason, f"a call of {self.name}")
         self.ledger.count_eager(reason)
+        if (wish := current_wish()) is not None:
+            wish.done.append((self.name, "", reason))
         return self.gm.forward(*args)
 
     def admit(self, args: list[Any]) -> tuple[Entry, tuple[int, ...]] | Reason:
         """The entry that serves this call, or why none does. Runs nothing of the user's."""
-        if self.running:  # the lock lets the same thread in again
-            return Reason("busy", "the graph called itself, from inside one of its breaks")
+        if self.state.running:  # the lock lets the same thread in again
+            return Reason("busy")
         reason = self.recorder.can_run()
         if reason is not None:
             return reason
@@ -105,39 +122,80 @@ class CompiledGraph:
             if isinstance(made, Reason):
                 return made
             entry = self.entries[key] = made
-        elif entry.recordings is not None and entry.moved(args):
-            self.address_moved(entry, args)
+        elif entry.recorded and (moved := entry.moved(args)):
+            self.address_moved(entry, moved)
             return self.admit(args)
-        if entry.recordings is None:
-            reason = entry.refused or self.inputs.pinned_reason(args, sizes)
-            if reason is not None:
-                return reason
+        reason = entry.refused or entry.resting()
+        if not entry.recorded:
+            reason = reason or self.inputs.pinned_reason(args, sizes)
+        if reason is not None:
+            return reason
+        self.state.used(entry)
         return entry, sizes
 
     def make_entry(self, key: ShapeKey, bucket: Sequence[int], sizes: tuple[int, ...]) -> Entry | Reason:
         """Allocate the static memory of a key, unless the cap is reached or the bucket is not valid."""
         assert self.plan is not None
+        for other in self.entries.values():
+            if other.dead():
+                other.forget()
         if len(self.entries) >= self.config.max_recordings:
             text = f"{self.name} keeps {len(self.entries)} keys already"
             return Reason("recording-cap", text, fix="raise max_recordings, or use fewer buckets")
+        limit = self.config.max_bytes or self.recorder.device_bytes // 2
+        if self.state.nbytes >= limit:
+            text = f"recordings hold {self.state.nbytes / 2**20:.0f} MiB on {self.plan.device} already"
+            return Reason("recording-cap", text, fix="raise max_bytes, or use fewer or smaller buckets")
         at = {s.symbol: v for s, v in zip(self.plan.symbols, sizes, strict=True)}
         at.update({s.symbol: b for s, b in zip(self.plan.bucketed, bucket, strict=True)})
         try:
-            entry = Entry(key, self.plan, self.normal, self.program, self.recorder, at)
+            entry = Entry(key, self.plan, self.normal, self.program, self.state, at)
         except (torch.OutOfMemoryError, MemoryError) as error:
+            self.state.relieve()
             text = f"the buffers of key {key} could not be allocated: {error}"
             return Reason("out-of-memory", text, fix="use fewer or smaller buckets")
+        entry.verify = self.config.verify_memory
         entry.refused = bucket_reason(entry)
         return entry
 
+    def ahead(self, wished: Sequence[Any] | None, args: list[Any]) -> Iterator[tuple[ShapeKey, Entry | Reason]]:
+        """The keys to record ahead, largest first, each with its entry or why it has none."""
+        real = self.program.sizes_of(args)
+        picked: dict[ShapeKey, tuple[Any, tuple[int, ...]]] = {}
+        for choice in self.keys.choices(wished, real):
+            sizes = list(real)
+            for i, n in zip(self.keys.bucketed, choice, strict=True):
+                sizes[i] = n
+            found = self.keys.pick(tuple(sizes))
+            key, bucket = (ShapeKey.of(choice, ()), found) if isinstance(found, Reason) else found
+            picked.setdefault(key, (bucket, tuple(sizes)))
+        if wished is not None and not self.keys.bucketed:
+            log.warning("%s: no size is dynamic, only this call's are recorded; mark dimensions as dynamic", self.name)
+        for key in recording_order(picked):
+            bucket, at = picked[key]
+            yield key, self.entry_ahead(key, bucket, at, args)
+
+    def entry_ahead(
+        self, key: ShapeKey, bucket: Sequence[int] | Reason, sizes: tuple[int, ...], args: list[Any]
+    ) -> Entry | Reason:
+        if isinstance(bucket, Reason):
+            return bucket
+        entry = self.entries.get(key) or self.make_entry(key, bucket, sizes)
+        if isinstance(entry, Reason):
+            return entry
+        self.entries[key] = entry
+        self.state.used(entry)
+        return entry.refused or self.inputs.pinned_reason(args, sizes) or entry
+
     def run(self, entry: Entry, sizes: tuple[int, ...], args: list[Any]) -> Any:
-        """Run the plan: uncaptured on a first call, recorded on the second, replayed from then on."""
-        replay = entry.recordings is not None or (threading.get_ident() in entry.ran_on and self.record(entry, args))
+        """Run the plan: uncaptured on a first call, replayed once it is recorded."""
+        replay = entry.recorded
+        frame = entry.frame(sizes, args) if replay else entry.first_frame(sizes, args)
+        with self.recorder.replay_session():
+            out = self.program.run(args, sizes, frame)
         if replay:
-            with self.recorder.replay_session():
-                out = self.program.run(args, sizes, entry.frame(sizes))
+            entry.replays += 1
         else:
-            out = self.program.run(args, sizes, FirstFrame(entry, sizes, args))
             entry.ran_on.add(threading.get_ident())
         real, computed = self.rows(entry, sizes)
         if replay or entry.uncaptured is None:
@@ -154,32 +212,49 @@ class CompiledGraph:
             computed *= entry.size_args[i]
         return real, computed
 
-    def record(self, entry: Entry, args: list[Any]) -> bool:
-        """Record a key; a failure is logged once and the key runs uncaptured from then on (C7)."""
-        if entry.uncaptured is not None:
-            return False
+    def ready(self, entry: Entry, args: Sequence[Any]) -> Reason | None:
+        """Record a key on its second call; a reason if there was no memory for it (nothing has run then)."""
+        if entry.recorded or entry.uncaptured is not None or threading.get_ident() not in entry.ran_on:
+            return None
+        return self.record(entry, args)
+
+    def record(self, entry: Entry, args: Sequence[Any]) -> Reason | None:
+        """Record a key. A segment that fails is demoted; if all fail, the key runs uncaptured from then on (C7)."""
         start = time.perf_counter()
         try:
             entry.record(args, self.config.progress)
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            return self.memory_ran_out(entry, error)
         except Exception as error:
-            entry.forget()
             entry.uncaptured = Reason("capture-failed", f"recording key {entry.key} failed: {error}")
             log.warning("%s: %s", self.name, entry.uncaptured, exc_info=error)
-            return False
-        self.ledger.count_recording(entry.key, time.perf_counter() - start)
-        return True
+            return None
+        entry.replays = 0
+        for demoted in entry.demoted.values():
+            log.warning("%s: a segment runs uncaptured: %s", self.name, demoted.reason)
+        demotions = [d.reason for d in entry.demoted.values()]
+        self.ledger.count_recording(entry.key, time.perf_counter() - start, entry.nbytes, demotions)
+        return None
 
-    def address_moved(self, entry: Entry, args: list[Any]) -> None:
-        """A pinned tensor lies elsewhere: its recordings are dropped; inputs that keep moving are unpinned."""
-        moved = entry.moved(args)
+    def memory_ran_out(self, entry: Entry, error: BaseException) -> Reason:
+        """Drop what was used least recently; this key is answered eagerly for a while."""
+        entry.forget()
+        dropped = self.state.relieve(keep=entry)
+        entry.rest_for(FIRST_REST)
+        text = f"key {entry.key} ran out of memory; {dropped} other recordings were dropped: {error}"
+        return Reason("out-of-memory", text, fix="use fewer or smaller buckets, or lower max_bytes")
+
+    def address_moved(self, entry: Entry, moved: Sequence[int]) -> None:
+        """A pinned tensor lies elsewhere: its recordings are dropped; inputs that move too often are unpinned."""
         names = [self.inputs.plan.placeholders[i] for i in moved[:3]]
         log.info("%s: %s moved; recording again", self.name, ", ".join(names))
-        if self.weights & set(moved):
+        weights = bool(self.weights & set(moved))
+        if weights:
             for other in self.entries.values():  # the old weights must not stay alive in any recording
                 other.forget()
-        entry.moves += 1
+        entry.moves = 0 if entry.replays >= WORTH_RECORDING else entry.moves + 1
         entry.forget()
-        if entry.moves >= MAX_MOVES and not self.weights & set(moved):
+        if entry.moves >= MAX_MOVES and not weights:
             self.unpin([self.normal.placeholders[i].name for i in moved])
 
     def unpin(self, names: Sequence[str]) -> None:

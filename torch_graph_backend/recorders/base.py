@@ -47,8 +47,33 @@ class CaptureBackend(abc.ABC):
         """Memory outside the pool (slots, bridges, arenas); normal tensors even under ``inference_mode``."""
 
     @abc.abstractmethod
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the same layout on the same memory that does not keep the memory.
+
+        Through it a boundary value can be read at every replay although nobody holds its block: the replay writes it
+        anew before. It must not be read at any other time.
+        """
+
+    @abc.abstractmethod
+    def poison(self, live: Sequence[torch.Tensor], byte: int) -> None:
+        """Write ``byte`` into all memory of the pool that none of the ``live`` tensors lies in (a debug aid)."""
+
+    @property
+    @abc.abstractmethod
+    def nbytes(self) -> int:
+        """Bytes of the pool, in use or free."""
+
+    @property
+    @abc.abstractmethod
+    def device_bytes(self) -> int:
+        """Bytes of memory that the device has."""
+
+    def trim(self) -> None:  # noqa: B027 (nothing to do is a fine default)
+        """Give memory that nobody uses back to the device, as far as that is possible."""
+
+    @abc.abstractmethod
     def capture_session(self, inference: bool = False) -> AbstractContextManager[None]:
-        """Around every segment of the first, uncaptured run of a key: the stream that the recording will use.
+        """Around every segment of the first, uncaptured run of a key: the stream and the pool of the recording.
 
         Turns off the garbage collector, gradients and the autocast weight cache, and inference mode unless
         ``inference`` (a segment changes an inference tensor, which nothing else may).
@@ -59,12 +84,15 @@ class CaptureBackend(abc.ABC):
         return self.capture_session(inference)
 
     @abc.abstractmethod
-    def capture_one(self, segment: Segment, args: Sequence[Any]) -> Recording:
-        """Record ``segment(*args)`` without executing it. ``args`` are tensors at their final addresses."""
+    def capture_one(self, segment: Segment, args: Sequence[Any], weak: Sequence[torch.Tensor] = ()) -> Recording:
+        """Record ``segment(*args)`` without executing it. ``args`` are tensors at their final addresses.
+
+        The memory of the ``weak`` ones is not kept alive: the caller replays only while they lie where they lay.
+        """
 
     @abc.abstractmethod
     def replay_session(self) -> AbstractContextManager[None]:
-        """Around one replay of all segments of a key: stream order with whoever replayed last."""
+        """Around one call of the plan, recorded or not: stream order with whoever ran one last."""
 
     @abc.abstractmethod
     def replay(self, recording: Recording) -> None:

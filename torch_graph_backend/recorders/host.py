@@ -10,8 +10,9 @@ those addresses and no Python of the segment. So what would corrupt a CUDA graph
 * a slot that was not refilled: the replay computes on the old rows;
 * a boundary value dropped before its last reader was recorded: a later recording overwrites it.
 
-Two deliberate differences. (1) Memory outside the pool that a recording touches (slots, weights) is kept alive by the
-recording, where CUDA would keep nothing and read freed memory: stale here, never a crash. (2) Free pool memory
+Two deliberate differences. (1) Memory outside the pool that a recording touches (slots, constants) is kept alive by the
+recording, where CUDA would keep nothing and read freed memory: stale here, never a crash; but for arguments that
+the caller of ``capture_one`` names as weak. (2) Free pool memory
 is poisoned (see ``host_pool``), so that an early drop is wrong every time. What breaks the imitation: code that
 works on tensor memory behind the dispatcher (``ctypes`` on ``data_ptr()``, Inductor's C++ kernels): it runs while
 recording, on poison, and not at replay.
@@ -21,6 +22,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
+import sys
 import traceback
 import weakref
 from collections.abc import Iterator, Sequence
@@ -33,7 +36,7 @@ from torch_graph_backend.errors import CaptureError, ReplayError
 from torch_graph_backend.passes.reasons import Reason
 from torch_graph_backend.recorders.base import CaptureBackend, Recording, Segment
 from torch_graph_backend.recorders.host_pool import HostPool
-from torch_graph_backend.recorders.host_tape import Log, NoHostReads, Tape, extent
+from torch_graph_backend.recorders.host_tape import Log, NoHostReads, Tape, extent, unleased
 
 __all__ = ["CaptureError", "HostRecorder", "ReplayError"]
 
@@ -68,9 +71,15 @@ class HostRecorder(CaptureBackend):
         self._inference = False
 
     @property
-    def pool_bytes(self) -> int:
-        """Bytes of the pool, taken or free."""
+    def nbytes(self) -> int:
         return self._pool.nbytes
+
+    @property
+    def device_bytes(self) -> int:
+        try:
+            return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        except (AttributeError, ValueError, OSError):  # not on every system
+            return sys.maxsize
 
     @property
     def leased_bytes(self) -> int:
@@ -104,10 +113,20 @@ class HostRecorder(CaptureBackend):
             if collecting:
                 gc.enable()
 
-    def capture_one(self, segment: Segment, args: Sequence[Any]) -> Recording:
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode(False), torch.no_grad():
+            return unleased(self._pool, tensor)
+
+    def poison(self, live: Sequence[torch.Tensor], byte: int) -> None:
+        kept = {self._pool.block_at(t.untyped_storage().data_ptr()) for t in live}
+        for block in self._pool.blocks:
+            if block not in kept:
+                block.poison(byte)
+
+    def capture_one(self, segment: Segment, args: Sequence[Any], weak: Sequence[torch.Tensor] = ()) -> Recording:
         """Record ``segment(*args)``. After an exception nothing is recorded and its pool blocks are free."""
         self._refuse_while_capturing("capture_one")
-        tape = Tape(self._pool)
+        tape = Tape(self._pool, frozenset(t.untyped_storage().data_ptr() for t in weak))
         poisoned = self._pool.begin()
         self._capturing = True
         try:

@@ -32,9 +32,9 @@ class Block:
     storage: torch.UntypedStorage
     leased_in: int = -1  # number of the recording that holds or held the lease; -1: none yet
 
-    def poison(self) -> None:
+    def poison(self, byte: int = POISON) -> None:
         """Overwrite every byte. Plain C: safe in a finalizer, on any thread, under any torch mode."""
-        ctypes.memset(self.address, POISON, self.size)
+        ctypes.memset(self.address, byte, self.size)
 
 
 def _new_block(nbytes: int) -> Block:
@@ -68,6 +68,10 @@ class HostPool:
     _free: list[Block] = field(default_factory=list)
     _freed: deque[Block] = field(default_factory=deque)
     _recording: int = 0
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        return tuple(self._blocks.values())
 
     @property
     def nbytes(self) -> int:
@@ -113,6 +117,13 @@ class HostPool:
     def block_at(self, address: int) -> Block | None:
         """The block that a storage with this data pointer lies on, or None: the memory is not the pool's."""
         return self._blocks.get(address)
+
+    def address_only(self, address: int, nbytes: int) -> torch.UntypedStorage:
+        """A storage over bytes that it does not keep: a block's own, or memory of somebody else."""
+        block = self.block_at(address)
+        if block is not None:
+            return block.storage
+        return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8).untyped_storage()
 
     def close(self) -> None:
         """Forget all blocks. Bytes that a tensor still lies on stay valid until that tensor dies."""

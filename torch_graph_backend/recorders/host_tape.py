@@ -108,10 +108,12 @@ class NoHostReads(TorchFunctionMode):
 
 
 class Tape(TorchDispatchMode):
-    """The dispatch mode that records one segment into ``steps``. It holds no tensor on pool memory."""
+    """The dispatch mode that records one segment into ``steps``. It holds no tensor on pool memory, nor on ``weak``
+    storages (addresses)."""
 
-    def __init__(self, pool: HostPool) -> None:
+    def __init__(self, pool: HostPool, weak: frozenset[int] = frozenset()) -> None:
         super().__init__()
+        self._weak = weak
         self.steps: list[Step] = []
         self._pool = pool
         self._fake_mode = fake_tensor.FakeTensorMode()
@@ -251,11 +253,21 @@ class Tape(TorchDispatchMode):
 
     def _freeze(self, tensor: torch.Tensor) -> torch.Tensor:
         """An alias of the memory that ``tensor`` lies on now; on pool memory one that does not keep the block."""
-        storage = tensor.untyped_storage()
-        block = self._pool.block_at(storage.data_ptr())
+        address = tensor.untyped_storage().data_ptr()
+        if address in self._weak or self._pool.block_at(address) is not None:
+            return unleased(self._pool, tensor)
         alias = torch.empty(0, dtype=tensor.dtype, device="cpu")
-        alias.set_(block.storage if block else storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
         return _with_bits(alias, tensor)
+
+
+def unleased(pool: HostPool, tensor: torch.Tensor) -> torch.Tensor:
+    """An alias of the memory that ``tensor`` lies on now, which does not keep it."""
+    storage = tensor.untyped_storage()
+    nbytes = storage.nbytes()
+    memory = pool.address_only(storage.data_ptr(), nbytes) if nbytes else torch.UntypedStorage(0)
+    alias = torch.empty(0, dtype=tensor.dtype, device="cpu")
+    return _with_bits(alias.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride()), tensor)
 
 
 def _check_plain(func: Op, tensor: torch.Tensor) -> None:

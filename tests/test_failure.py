@@ -1,0 +1,379 @@
+"""Whatever fails while recording or running, the answer is eager's and the next call is right (C7).
+
+Failures are injected into the recorder. Every test runs on the CPU, and on a CUDA device where there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torch_graph_backend as tgb
+from torch_graph_backend import registry
+from torch_graph_backend.runner import FIRST_REST, CompiledGraph
+
+W = 16
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+class Layer(nn.Module):
+    """A segment that changes a counter in place, around eager attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(W, W), nn.Linear(W, W)
+        self.register_buffer("seen", torch.zeros(W))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.up(x))
+        self.seen.add_(1.0)
+        a = F.scaled_dot_product_attention(h[None, None], h[None, None], h[None, None], is_causal=True)[0, 0]
+        return x + self.down(a) * self.seen
+
+
+LAYERS = 3
+SEGMENTS = LAYERS + 1
+
+
+def model(device: str) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Layer() for _ in range(LAYERS))).to(device).eval()
+
+
+def tokens(device: str, n: int) -> Tensor:
+    x = torch.randn(n, W).to(device)
+    torch._dynamo.maybe_mark_dynamic(x, 0)
+    return x
+
+
+def twins(device: str, **options: Any) -> tuple[nn.Module, Callable[..., Any], nn.Module]:
+    """A model, the same compiled, and an equal one for eager answers (both have state)."""
+    net, other = model(device), model(device)
+    return net, torch.compile(net, backend="bcg", options=options or None), other
+
+
+def check(fast: Callable[..., Any], net: nn.Module, other: nn.Module, x: Tensor) -> None:
+    torch.testing.assert_close(fast(x), other(x), rtol=1e-4, atol=1e-5)
+    for (name, a), b in zip(net.state_dict().items(), other.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def only_graph(net: nn.Module) -> CompiledGraph:
+    (graph,) = registry.graphs_of(net)
+    return graph
+
+
+class Injected(RuntimeError):  # noqa: N818 (no error of ours)
+    pass
+
+
+def fail(
+    monkeypatch: pytest.MonkeyPatch,
+    net: nn.Module,
+    when: Callable[[int], bool],
+    error: Callable[[], BaseException],
+    inside: bool = True,
+) -> list[int]:
+    """Make recordings number ``when`` raise, from inside the segment's Python or before it. Returns the count so far."""
+    recorder = only_graph(net).recorder
+    real = recorder.capture_one
+    count = [0]
+
+    def capture_one(segment: Any, args: Any, weak: Any = ()) -> Any:
+        count[0] += 1
+        if not when(count[0] - 1):
+            return real(segment, args, weak)
+        if not inside:
+            raise error()
+
+        def broken(*tensors: Any) -> Any:
+            segment(*tensors)
+            raise error()
+
+        return real(broken, args, weak)
+
+    monkeypatch.setattr(recorder, "capture_one", capture_one)
+    return count
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("k", range(SEGMENTS))
+def test_a_failing_segment_is_demoted_and_all_others_stay_captured(
+    device: str, monkeypatch: pytest.MonkeyPatch, k: int, inside: bool
+) -> None:
+    net, fast, other = twins(device)
+    check(fast, net, other, tokens(device, 9))
+    fail(monkeypatch, net, lambda i: i == k, lambda: Injected("injected"), inside)
+    for n in (9, 10, 9, 12):
+        check(fast, net, other, tokens(device, n))
+    graph = only_graph(net)
+    (entry,) = [e for e in graph.entries.values() if e.recorded]
+    assert len(entry.recordings) == SEGMENTS - 1
+    (demoted,) = entry.demoted.values()
+    assert demoted.reason.code == "capture-failed"
+    stats = tgb.stats(net)
+    assert (stats.first_calls, sum(stats.eager.values())) == (2, 0) or stats.replays >= 2
+    (count,) = [c for keys in stats.keys.values() for c in keys.values() if c.demoted]
+    assert count.demoted == (demoted.reason,)
+    monkeypatch.undo()
+    for n in (40, 40, 40):
+        check(fast, net, other, tokens(device, n))
+    assert sum(len(e.recordings) for e in graph.entries.values()) >= 2 * SEGMENTS - 1
+
+
+def test_the_operation_that_cannot_be_recorded_is_named_with_its_line(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An operation that refuses to be recorded, as a library kernel that synchronises would."""
+    net, fast, other = twins(device)
+    check(fast, net, other, tokens(device, 9))
+    graph = only_graph(net)
+    name = next(k for k in graph.program.steps[0].__globals__ if "relu" in k)
+    real = graph.program.steps[0].__globals__[name]
+
+    def refusing(*args: Any) -> Any:
+        recording = graph.recorder._capturing if device == "cpu" else torch.cuda.is_current_stream_capturing()  # type: ignore[attr-defined]
+        if recording:
+            raise Injected("not while recording")
+        return real(*args)
+
+    monkeypatch.setitem(graph.program.steps[0].__globals__, name, refusing)
+    for n in (9, 9, 10):
+        check(fast, net, other, tokens(device, n))
+    (entry,) = graph.entries.values()
+    assert len(entry.demoted) == LAYERS
+    assert len(entry.recordings) == 1
+    reason = entry.demoted[min(entry.demoted)].reason
+    assert "aten.relu" in reason.text
+    assert "torch.relu(self.up(x))" in reason.where
+
+
+def test_if_every_segment_fails_the_key_runs_uncaptured(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, fast, other = twins(device)
+    check(fast, net, other, tokens(device, 9))
+    fail(monkeypatch, net, lambda i: True, lambda: Injected("injected"))
+    for _ in range(3):
+        check(fast, net, other, tokens(device, 9))
+    stats = tgb.stats(net)
+    assert stats.eager == {"capture-failed": 3}
+    assert "injected" in stats.reasons["capture-failed"].text
+    monkeypatch.undo()
+    for _ in range(3):
+        check(fast, net, other, tokens(device, 40))
+    assert tgb.stats(net).replays == 2
+
+
+def test_a_demoted_segment_that_returns_views_of_its_inputs(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later segment writes through a view that the demoted one returns: it must reach the caller's cache."""
+
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("cache", torch.zeros(4, W))
+
+        def forward(self, x: Tensor) -> Tensor:
+            row = self.cache[1:3]
+            y = (x * 2).relu() + row.sum()
+            mixed = torch.softmax(y, 0)
+            row.add_(1.0)
+            return mixed * 2 + row.mean() + y.exp()
+
+    net, other = Views().to(device), Views().to(device)
+    fast = torch.compile(net, backend="bcg")
+    check(fast, net, other, tokens(device, 9))
+    fail(monkeypatch, net, lambda i: i == 0, lambda: Injected("injected"))
+    for n in (9, 10, 9, 11):
+        check(fast, net, other, tokens(device, n))
+    assert tgb.stats(net).replays == 4
+
+
+def test_an_interrupt_while_recording_leaves_the_model_usable(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, fast, other = twins(device)
+    check(fast, net, other, tokens(device, 9))
+    fail(monkeypatch, net, lambda i: i == 2, KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        fast(tokens(device, 9))
+    monkeypatch.undo()
+    for n in (9, 9, 10):
+        check(fast, net, other, tokens(device, n))
+    assert tgb.stats(net).replays >= 1
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def test_out_of_memory_while_recording_drops_old_recordings_and_answers_eagerly(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, fast, other = twins(device)
+    for n in (9, 9, 40, 40, 100, 100, 200):
+        check(fast, net, other, tokens(device, n))
+    graph = only_graph(net)
+    assert [e.recorded for e in graph.entries.values()] == [True, True, True, False]
+    fail(monkeypatch, net, lambda i: i == 2, lambda: torch.OutOfMemoryError("injected"))
+    check(fast, net, other, tokens(device, 200))
+    assert [e.recorded for e in graph.entries.values()] == [False, False, True, False]
+    for _ in range(FIRST_REST):
+        check(fast, net, other, tokens(device, 200))
+    stats = tgb.stats(net)
+    assert stats.eager == {"out-of-memory": 1 + FIRST_REST}
+    monkeypatch.undo()
+    for n in (200, 200, 200, 100, 9, 9):
+        check(fast, net, other, tokens(device, n))
+    assert [e.recorded for e in graph.entries.values()] == [True, False, True, True]
+    assert tgb.stats(net).eager == stats.eager
+
+
+class Pure(nn.Module):
+    """Changes nothing of the caller's: a call that failed half-way may be run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(W, W), nn.Linear(W, W)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x)).softmax(0))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_out_of_memory_in_a_call_that_changed_nothing_is_answered_eagerly(
+    device: str, monkeypatch: pytest.MonkeyPatch, first: bool
+) -> None:
+    torch.manual_seed(0)
+    net = Pure().to(device)
+    fast = torch.compile(net, backend="bcg")
+    for _ in range(0 if first else 3):
+        torch.testing.assert_close(fast(tokens(device, 9)), fast(tokens(device, 9)), atol=100, rtol=100)
+    real = torch._foreach_copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda *a: (_ for _ in ()).throw(torch.OutOfMemoryError("injected")))
+    x = tokens(device, 9)
+    torch.testing.assert_close(fast(x), net(x), rtol=1e-4, atol=1e-5)
+    assert tgb.stats(net).eager["out-of-memory"] == 1
+    monkeypatch.setattr(torch, "_foreach_copy_", real)
+    for _ in range(FIRST_REST + 3):
+        torch.testing.assert_close(fast(x), net(x), rtol=1e-4, atol=1e-5)
+    assert tgb.stats(net).eager["out-of-memory"] == 1 + FIRST_REST
+    assert tgb.stats(net).replays >= 2
+
+
+def test_out_of_memory_after_a_side_effect_is_the_callers(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The counter was changed already: running the call again would change it twice."""
+    net, fast, other = twins(device)
+    for _ in range(3):
+        check(fast, net, other, tokens(device, 9))
+    graph = only_graph(net)
+    real = graph.recorder.replay
+    count = [0]
+
+    def replay(recording: Any) -> None:
+        count[0] += 1
+        if count[0] == 2:
+            raise torch.OutOfMemoryError("injected")
+        real(recording)
+
+    monkeypatch.setattr(graph.recorder, "replay", replay)
+    with pytest.raises(torch.OutOfMemoryError, match="injected"):
+        fast(tokens(device, 9))
+    monkeypatch.undo()
+    assert net[0].seen.tolist() == [4.0] * W, "changed once, before the failure"
+    other.load_state_dict(net.state_dict())
+    check(fast, net, other, tokens(device, 40))
+
+
+def test_the_cap_on_bytes(device: str) -> None:
+    net, fast, other = twins(device, max_bytes=1)
+    for n in (9, 9, 9, 40, 40):
+        check(fast, net, other, tokens(device, n))
+    stats = tgb.stats(net)
+    assert stats.replays >= 2, "the first key is always allowed"
+    assert stats.eager == {"recording-cap": 2}
+    assert "max_bytes" in stats.reasons["recording-cap"].fix
+
+
+# -- breaks ------------------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("tgb_failure::moody", mutates_args=())
+def moody(x: Tensor) -> Tensor:
+    if MOOD["angry"]:
+        raise Injected("the break raised")
+    if MOOD["call"] is not None:
+        return MOOD["call"](x).clone()
+    return x.softmax(0)
+
+
+@moody.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+MOOD: dict[str, Any] = {"angry": False, "call": None}
+
+
+class Moody(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(W, W), nn.Linear(W, W)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(moody(torch.relu(self.up(x)))).relu()
+
+
+@pytest.mark.parametrize("calls_before", [0, 1, 3])
+def test_an_exception_in_a_break_then_a_retry(device: str, calls_before: int) -> None:
+    """On a first call, on the call that records, and on a replay."""
+    torch.manual_seed(0)
+    net = Moody().to(device)
+    fast = torch.compile(net, backend="bcg")
+    x = tokens(device, 9)
+    for _ in range(calls_before):
+        fast(x)
+    MOOD["angry"] = True
+    try:
+        for _ in range(2):
+            with pytest.raises(Injected, match="the break raised"):
+                fast(x)
+    finally:
+        MOOD["angry"] = False
+    for n in (9, 10, 40, 9):
+        x = tokens(device, n)
+        torch.testing.assert_close(fast(x), net(x), rtol=1e-4, atol=1e-5)
+    assert tgb.stats(net).replays >= 2
+
+
+def test_a_compiled_function_called_inside_a_break_of_another(device: str) -> None:
+    """It shares the pool and the arena with the call that waits for it: it runs eagerly, with a reason."""
+    torch.manual_seed(0)
+    outer, inner = Moody().to(device), Pure().to(device)
+    fast_outer, fast_inner = (torch.compile(m, backend="bcg") for m in (outer, inner))
+    x = tokens(device, 9)
+    for _ in range(3):
+        fast_inner(x)
+    try:
+        for n in (9, 9, 10, 9):
+            x = tokens(device, n)
+            MOOD["call"] = inner
+            want = outer(x)
+            MOOD["call"] = fast_inner
+            torch.testing.assert_close(fast_outer(x), want, rtol=1e-4, atol=1e-5)
+    finally:
+        MOOD["call"] = None
+    assert tgb.stats(inner).eager == {"busy": 4}
+    assert tgb.stats(outer).replays == 3

@@ -1,0 +1,96 @@
+"""Recording ahead: ``capture(model, *args, sizes=...)`` records keys before calls need them, largest first.
+
+Contract (C2). The model is called once with the given arguments, as a call of the user's: its effects are those of one
+eager call. Everything else executes captured segments alone, on zeros, to load their kernels; no break op runs but one
+that was declared with ``warmup=``. What those segments change in the caller's tensors is saved before and put back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torch_graph_backend.errors import NothingToRecord
+from torch_graph_backend.passes.reasons import Reason
+
+if TYPE_CHECKING:
+    from torch_graph_backend.entry import Entry
+    from torch_graph_backend.runner import CompiledGraph
+
+Size = int | Sequence[int]
+
+
+@dataclass
+class Wish:
+    """What ``capture`` asks of the graphs that its one call reaches. ``done``: per graph name and key, a reason if it
+    could not be recorded."""
+
+    sizes: tuple[Size, ...] | None
+    done: list[tuple[str, str, Reason | None]] = field(default_factory=list)
+
+
+_wish: contextvars.ContextVar[Wish | None] = contextvars.ContextVar("tgb_capture", default=None)
+
+
+def current_wish() -> Wish | None:
+    """The wish of a ``capture`` that is under way in this thread."""
+    return _wish.get()
+
+
+def capture(model: Callable[..., Any], *args: Any, sizes: Sequence[Size] | None = None, **kwargs: Any) -> int:
+    """Call ``model(*args, **kwargs)`` once and record it for ``sizes``; returns how many keys are recorded now.
+
+    ``model`` was compiled with ``backend="bcg"``. ``sizes``: real sizes of the bucketed dimension (tuples where a graph
+    has two), each recorded at the bucket it falls into; ``None``: every bucket up to the one of this call. Sizes that
+    are pinned (a cache's length) are those of ``args``. Gradients are off. Raises ``NothingToRecord`` if no graph could
+    record anything, with the reasons.
+    """
+    wish = Wish(None if sizes is None else tuple(sizes))
+    token = _wish.set(wish)
+    try:
+        with torch.no_grad():
+            model(*args, **kwargs)
+    finally:
+        _wish.reset(token)
+    recorded = sum(reason is None for _, _, reason in wish.done)
+    if not recorded:
+        raise NothingToRecord([f"{name} {key}: {reason}" for name, key, reason in wish.done])
+    return recorded
+
+
+def serve(graph: CompiledGraph, wish: Wish, args: list[Any]) -> None:
+    """Record the wished keys of one graph, whose call with ``args`` just ended. The caller holds the lock."""
+    _wish.set(None)  # the segments of this graph call no other graph; a nested capture would be a surprise
+    try:
+        for key, found in graph.ahead(wish.sizes, args):
+            reason = found if isinstance(found, Reason) else _record(graph, found, args)
+            wish.done.append((graph.name, str(key), reason))
+    finally:
+        _wish.set(wish)
+
+
+def _record(graph: CompiledGraph, entry: Entry, args: list[Any]) -> Reason | None:
+    if entry.recorded:
+        return None
+    with saved([args[i] for i in entry.plan.mutated]):
+        entry.warm_up(args)
+    return graph.record(entry, args) or entry.uncaptured
+
+
+@contextlib.contextmanager
+def saved(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Put back what the body changes in ``tensors``. Memory that several of them share is saved once each: all the same
+    values are put back."""
+    with torch.no_grad():
+        copies = [t.clone() for t in tensors]
+    try:
+        yield
+    finally:
+        with torch.inference_mode(any(t.is_inference() for t in tensors)), torch.no_grad():
+            for tensor, copy in zip(tensors, copies, strict=True):
+                tensor.copy_(copy)

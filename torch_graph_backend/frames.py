@@ -1,0 +1,146 @@
+"""Frames: the plan of one key at one real size, as the generated driver sees it.
+
+Contract (C3, C5). ``fill`` writes the slots, ``segment`` launches (or runs) one segment and hands out its cuts,
+``bridge`` checks and copies eager results, ``own`` copies an output whose memory turns out to be ours. A ``Frame``
+replays; a ``FirstFrame`` runs every segment as Python, on the same buffers; a ``PartialFrame`` replays all but demoted
+segments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torch_graph_backend.errors import BridgeMismatch
+from torch_graph_backend.plan import CapturedSegment, Cut, EagerRegion
+from torch_graph_backend.slots import CutView, Filler
+
+if TYPE_CHECKING:
+    from torch_graph_backend.entry import Entry
+
+
+class Frame:
+    """The plan at one real size, replaying. Only buffers and views are held, nothing of the caller."""
+
+    def __init__(self, entry: Entry, sizes: tuple[int, ...]) -> None:
+        self.entry = entry
+        plan = entry.plan
+        self.sizes: dict[Any, int] = {s.symbol: v for s, v in zip(plan.symbols, sizes, strict=True)}
+        self.slot_args = [s.arg for s in plan.slots]
+        self.slot_filler = Filler(entry.slots, entry.slot_windows, self.sizes)
+        self.bridge_fillers = {k: self._bridge_filler(which) for k, which in entry.bridges_after.items()}
+        self.views: dict[int, list[CutView]] = {}
+        if self.replays:
+            self.views = {k: [self._cut(i, c) for i, c in cuts] for k, cuts in entry.cuts_after.items()}
+
+    @property
+    def replays(self) -> bool:
+        return True
+
+    def _bridge_filler(self, which: list[int]) -> tuple[list[int], Filler, list[tuple[int, ...]]]:
+        e = self.entry
+        filler = Filler([e.bridges[i] for i in which], [e.bridge_windows[i] for i in which], self.sizes)
+        return which, filler, [tuple(r.shape) for r in filler.real]
+
+    def _cut(self, index: int, cut: Cut) -> CutView:
+        return CutView(self.value(cut.value), cut.spec, self.entry.cut_windows[index], cut.private, self.sizes)
+
+    def value(self, name: str) -> torch.Tensor:
+        return self.entry.static[name]
+
+    # -- called by the generated driver --------------------------------------------------------------------------
+
+    def fill(self, args: Sequence[Any]) -> None:
+        """Write every slot: real rows from the caller's arguments, tails from row 0."""
+        self.slot_filler.fill([args[i] for i in self.slot_args])
+
+    def segment(self, index: int) -> list[torch.Tensor]:
+        """Replay a segment and take its cuts."""
+        e = self.entry
+        e.recorder.replay(e.recordings[index])
+        return [view.take() for view in self.views.get(index, ())]
+
+    def bridge(self, index: int, values: Sequence[Any]) -> None:
+        """Check eager results and copy them into their bridges (C3: never broadcast, never cast)."""
+        which, filler, shapes = self.bridge_fillers[index]
+        for i, value, shape in zip(which, values, shapes, strict=True):
+            buffer = self.entry.bridges[i]
+            good = isinstance(value, torch.Tensor) and value.dtype is buffer.dtype and tuple(value.shape) == shape
+            if not good or value.device != buffer.device:
+                raise self._mismatch(i, value, shape)
+        filler.fill(values)
+
+    def _mismatch(self, index: int, value: Any, shape: tuple[int, ...]) -> BridgeMismatch:
+        bridge = self.entry.plan.bridges[index]
+        buffer = self.entry.bridges[index]
+        region = next(s for s in self.entry.plan.steps if isinstance(s, EagerRegion) and s.index == bridge.after)
+        op = next((o for o in region.ops if o.value == bridge.value), region.ops[-1])
+        expected = f"{buffer.dtype} {list(shape)} on {buffer.device}"
+        got = f"{value.dtype} {list(value.shape)} on {value.device}" if isinstance(value, torch.Tensor) else repr(value)
+        return BridgeMismatch(op.op, expected, got, where=op.where)
+
+    def own(self, value: Any) -> Any:
+        """An eager result as the caller may keep it: copied if it lies in memory that the next call overwrites."""
+        if isinstance(value, torch.Tensor):
+            return value.clone() if self._ours(value) else value
+        if isinstance(value, (tuple, list)):
+            return type(value)([self.own(v) for v in value])
+        return value
+
+    def _ours(self, tensor: torch.Tensor) -> bool:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and hasattr(tensor, "__tensor_flatten__"):
+            return any(self._ours(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+        if tensor.layout is not torch.strided:
+            return False
+        return tensor.untyped_storage().data_ptr() in self.entry.owned
+
+
+class FirstFrame(Frame):
+    """The plan at one real size, uncaptured: segments run as Python, on the same buffers."""
+
+    def __init__(self, entry: Entry, sizes: tuple[int, ...], args: Sequence[Any]) -> None:
+        self.args = args
+        self.values: dict[str, Any] = {}
+        super().__init__(entry, sizes)
+
+    @property
+    def replays(self) -> bool:
+        return False
+
+    def value(self, name: str) -> torch.Tensor:
+        return self.values[name]
+
+    def segment(self, index: int) -> list[torch.Tensor]:
+        step = self.entry.plan.steps[index]
+        assert isinstance(step, CapturedSegment)
+        outputs = self.entry.run_segment(step, self.args, self.values)
+        self.values.update(zip(step.outputs, outputs, strict=True))
+        cuts = [self._cut(i, c).take() for i, c in self.entry.cuts_after.get(index, ())]
+        self._let_go(index)
+        return cuts
+
+    def _let_go(self, index: int) -> None:
+        """Drop what no later step reads. (A cut that a later step takes from it is a reader.)"""
+        for step in self.entry.plan.segments:
+            for name, last in zip(step.outputs, step.last_reads, strict=True):
+                if last <= index:
+                    self.values.pop(name, None)
+
+
+class PartialFrame(Frame):
+    """A replay of a key of which some segments are demoted: those run as Python, at every call."""
+
+    def __init__(self, entry: Entry, sizes: tuple[int, ...], args: Sequence[Any]) -> None:
+        self.args = args
+        super().__init__(entry, sizes)
+
+    def segment(self, index: int) -> list[torch.Tensor]:
+        demoted = self.entry.demoted.get(index)
+        if demoted is None:
+            return super().segment(index)
+        step = self.entry.plan.steps[index]
+        assert isinstance(step, CapturedSegment)
+        demoted.take(self.entry.run_segment(step, self.args, self.entry.static))
+        return [view.take() for view in self.views.get(index, ())]
