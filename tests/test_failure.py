@@ -91,7 +91,7 @@ def fail(
     error: Callable[[], BaseException],
     inside: bool = True,
 ) -> list[int]:
-    """Make recordings number ``when`` raise, from inside the segment's Python or before it. Returns the count so far."""
+    """Make recordings number ``when`` raise, from inside the segment's Python or before it; returns the count."""
     recorder = only_graph(net).recorder
     real = recorder.capture_one
     count = [0]

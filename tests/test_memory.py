@@ -312,6 +312,30 @@ def test_view_outputs_fed_back_and_derived(device: str) -> None:
         torch._dynamo.maybe_mark_dynamic(a, 0)
 
 
+def test_outputs_of_first_calls_survive_replays_of_other_keys(device: str) -> None:
+    """On CUDA a first run allocates from the pool, whose free blocks recordings write to."""
+
+    def f(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        h = (x * 2).relu() + 1
+        mixed = torch.softmax(h, 0)
+        return (h * 3 + mixed).relu(), mixed.t(), h[0]
+
+    for kind in ("safe", "view"):
+        torch._dynamo.reset()
+        fast = torch.compile(f, backend="bcg", options={"outputs": kind})
+        for _ in range(3):
+            fast(tokens(device, 64))
+        kept = []
+        for n in (8, 16, 24, 32, 40, 48):
+            x = tokens(device, n)
+            kept.append((fast(x), f(x)))
+            for _ in range(2):
+                fast(tokens(device, 64))
+        for got, want in kept:
+            for g, w in zip(got, want, strict=True):
+                close(g, w)
+
+
 # -- leaks -------------------------------------------------------------------------------------------------------------
 
 

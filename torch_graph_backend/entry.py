@@ -104,9 +104,11 @@ class Entry:
             return self.normal.constants[str(ref.key)]
         return values[str(ref.key)]
 
-    def run_segment(self, step: CapturedSegment, args: Sequence[Any], values: dict[str, Any]) -> tuple[Any, ...]:
-        """Run a segment's Python at the bucket's size."""
-        with self.recorder.capture_session(self._writes_inference(args)):
+    def run_segment(
+        self, step: CapturedSegment, args: Sequence[Any], values: dict[str, Any], pool: bool = True
+    ) -> tuple[Any, ...]:
+        """Run a segment's Python at the bucket's size; ``pool``: no other segment of this call is replayed."""
+        with self.recorder.capture_session(self._writes_inference(args), pool):
             return self.program.steps[step.index](*self.size_args, *self.inputs(step, args, values))
 
     def _writes_inference(self, args: Sequence[Any]) -> bool:
@@ -179,7 +181,8 @@ class Entry:
     def _pin(self, args: Sequence[Any]) -> None:
         theirs = {storage_of(args[i]) for i in self.plan.pinned}  # a captured view of an argument is not ours
         ours = {storage_of(t) for t in self.static.values() if isinstance(t, torch.Tensor)}
-        self.owned = (self.buffer_storages | ours) - {0} - theirs
+        handed_out = {storage_of(t) for t in self.held.values() if isinstance(t, torch.Tensor)}
+        self.owned = (self.buffer_storages | ours) - {0} - theirs - handed_out
         pinned = [i for i in self.plan.pinned if args[i].numel()]
         self.pins = ([args[i].data_ptr() if i in pinned else 0 for i in range(len(args))], pinned)
         placeholders = self.normal.placeholders

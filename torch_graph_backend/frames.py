@@ -26,6 +26,7 @@ class Frame:
 
     def __init__(self, entry: Entry, sizes: tuple[int, ...]) -> None:
         self.entry = entry
+        self.owned = entry.owned
         plan = entry.plan
         self.sizes: dict[Any, int] = {s.symbol: v for s, v in zip(plan.symbols, sizes, strict=True)}
         self.slot_args = [s.arg for s in plan.slots]
@@ -94,7 +95,7 @@ class Frame:
             return any(self._ours(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
         if tensor.layout is not torch.strided:
             return False
-        return tensor.untyped_storage().data_ptr() in self.entry.owned
+        return tensor.untyped_storage().data_ptr() in self.owned
 
 
 class FirstFrame(Frame):
@@ -104,10 +105,16 @@ class FirstFrame(Frame):
         self.args = args
         self.values: dict[str, Any] = {}
         super().__init__(entry, sizes)
+        self.owned = set(entry.owned)
+        self.theirs = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor) and _has_memory(a)}
 
     @property
     def replays(self) -> bool:
         return False
+
+    def _cut(self, index: int, cut: Cut) -> CutView:
+        private = cut.private or cut.value in self.entry.plan.held
+        return CutView(self.value(cut.value), cut.spec, self.entry.cut_windows[index], private, self.sizes)
 
     def value(self, name: str) -> torch.Tensor:
         return self.values[name]
@@ -117,6 +124,9 @@ class FirstFrame(Frame):
         assert isinstance(step, CapturedSegment)
         outputs = self.entry.run_segment(step, self.args, self.values)
         self.values.update(zip(step.outputs, outputs, strict=True))
+        if self.entry.recorder.first_runs_in_pool:  # then a replay of another key may write there
+            made = {t.untyped_storage().data_ptr() for t in outputs if isinstance(t, torch.Tensor)}
+            self.owned |= made - self.theirs
         cuts = [self._cut(i, c).take() for i, c in self.entry.cuts_after.get(index, ())]
         self._let_go(index)
         return cuts
@@ -142,5 +152,9 @@ class PartialFrame(Frame):
             return super().segment(index)
         step = self.entry.plan.steps[index]
         assert isinstance(step, CapturedSegment)
-        demoted.take(self.entry.run_segment(step, self.args, self.entry.static))
+        demoted.take(self.entry.run_segment(step, self.args, self.entry.static, pool=False))
         return [view.take() for view in self.views.get(index, ())]
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not hasattr(tensor, "__tensor_flatten__")

@@ -282,8 +282,7 @@ class _Builder:
         end = 1 << 30
         if item in self.captured and not self.eager_writes(item):
             return Output(self.cut(item, self.last_version(item)))
-        check = not self.view_outputs and is_tensor_value(item.meta.get("val"))
-        return Output(self.read_eagerly(item, end), check=check)
+        return Output(self.read_eagerly(item, end), check=is_tensor_value(item.meta.get("val")))
 
     def last_version(self, value: Node) -> int:
         set_id = self.c.aliasing.set_of.get(value)

@@ -12,7 +12,7 @@ import abc
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -37,6 +37,9 @@ class Recording:
 
 class CaptureBackend(abc.ABC):
     """Records segments on one device. See the module docstring for the contract of each method."""
+
+    #: Whether an uncaptured run allocates from the pool.
+    first_runs_in_pool: ClassVar[bool] = False
 
     @abc.abstractmethod
     def can_run(self) -> Reason | None:
@@ -72,8 +75,11 @@ class CaptureBackend(abc.ABC):
         """Give memory that nobody uses back to the device, as far as that is possible."""
 
     @abc.abstractmethod
-    def capture_session(self, inference: bool = False) -> AbstractContextManager[None]:
-        """Around every segment of the first, uncaptured run of a key: the stream and the pool of the recording.
+    def capture_session(self, inference: bool = False, pool: bool = True) -> AbstractContextManager[None]:
+        """Around every segment that runs uncaptured: the stream and the pool of the recording.
+
+        Not the ``pool`` between replays of other segments: blocks that are free may be theirs. For the same reason
+        nothing that was allocated from the pool may outlive its call.
 
         Turns off the garbage collector, gradients and the autocast weight cache, and inference mode unless
         ``inference`` (a segment changes an inference tensor, which nothing else may).

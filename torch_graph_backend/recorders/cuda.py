@@ -49,6 +49,8 @@ def _end(graph: torch.cuda.CUDAGraph) -> None:
 class CudaRecorder(CaptureBackend):
     """Records segments on one CUDA device. Not re-entrant: the caller holds the device's lock."""
 
+    first_runs_in_pool = True
+
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)
@@ -102,10 +104,10 @@ class CudaRecorder(CaptureBackend):
                 cuda_bytes(self.device, start, end - start).fill_(byte)
 
     @contextlib.contextmanager
-    def capture_session(self, inference: bool = False) -> Iterator[None]:
+    def capture_session(self, inference: bool = False, pool: bool = True) -> Iterator[None]:
         with self._modes_and_stream(inference):
             self._hold_pool()
-            with allocate_to_pool(self.device, self.pool):
+            with allocate_to_pool(self.device, self.pool) if pool else contextlib.nullcontext():
                 yield
 
     @contextlib.contextmanager

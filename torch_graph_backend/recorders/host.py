@@ -98,8 +98,9 @@ class HostRecorder(CaptureBackend):
             return tensor.set_(memory, 0, tuple(shape), tuple(stride))
 
     @contextlib.contextmanager
-    def capture_session(self, inference: bool = False) -> Iterator[None]:
-        """See the base class. Whether autocast is on stays as it is: operations are recorded below it."""
+    def capture_session(self, inference: bool = False, pool: bool = True) -> Iterator[None]:
+        """See the base class (a first run takes ordinary memory here). Whether autocast is on stays as it is:
+        operations are recorded below it."""
         collecting, caching, before = gc.isenabled(), torch.is_autocast_cache_enabled(), self._inference
         gc.disable()
         self._inference = inference
