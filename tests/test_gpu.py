@@ -167,7 +167,7 @@ def test_a_failed_recording_demotes_one_segment(monkeypatch: pytest.MonkeyPatch)
     def failing(self: CudaRecorder, graph: Any, segment: Any, args: Any) -> tuple[Any, ...]:
         def broken(*tensors: Any) -> Any:
             segment(*tensors)
-            raise MemoryError("injected")
+            raise RuntimeError("injected")
 
         calls["n"] += 1
         return inner(self, graph, broken if calls["n"] == 3 else segment, args)
