@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch._dynamo.config
+import torch._dynamo.eval_frame
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import TracingContext
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
@@ -44,6 +46,8 @@ __all__ = [
     "log_api_usage",
     "make_fx",
     "map_aggregate",
+    "recompile_limit",
+    "reset_with_dynamo",
     "set_grad_enabled",
 ]
 
@@ -108,3 +112,17 @@ def cuda_bytes(device: torch.device, address: int, nbytes: int) -> torch.Tensor:
 def dispatch_mode_active() -> bool:
     """Whether the caller is under a ``TorchDispatchMode``."""
     return torch._C._len_torch_dispatch_stack() > 0
+
+
+def reset_with_dynamo(backend: Any) -> None:
+    """Have the next ``torch._dynamo.reset()`` call ``backend.reset()``.
+
+    ``torch.compile`` asks for that when it is called, and each reset forgets it: a function compiled before the last
+    reset would be compiled again without.
+    """
+    torch._dynamo.eval_frame.cached_backends.setdefault(id(backend), backend)
+
+
+def recompile_limit() -> int:
+    """How many graphs Dynamo makes of one code object (inside a compile: the limit given to that compile)."""
+    return int(torch._dynamo.config.recompile_limit)

@@ -27,7 +27,7 @@ from torch_graph_backend.passes.normalize import NormalGraph, NormaliseError, no
 from torch_graph_backend.passes.reasons import Reason
 from torch_graph_backend.passes.source_lines import function_name
 from torch_graph_backend.passes.symbols import unreadable
-from torch_graph_backend.passes.torch_api import TracingContext
+from torch_graph_backend.passes.torch_api import TracingContext, reset_with_dynamo
 from torch_graph_backend.plan import Plan
 from torch_graph_backend.plan_build import build_plan
 from torch_graph_backend.runner import CompiledGraph
@@ -40,6 +40,7 @@ def bcg(
     and, under ``strict=True``, if nothing can be captured."""
     config = Config.parse(options, mode)
     codes = TracingContext.get_traced_code() or []
+    reset_with_dynamo(bcg)
     graph = _Compiler(gm, _name(gm, codes), config).compile()
     registry.remember(graph, codes, [t for t in example_inputs if isinstance(t, torch.Tensor)])
     if config.strict and graph.reason is not None and graph.reason.code != "grad":
@@ -137,11 +138,11 @@ class _Compiler:
 
 
 def _device(normal: NormalGraph) -> torch.device:
-    """The device most values live on; a graph without tensors counts as CPU."""
+    """The device most values live on, tensors without data aside; a graph without tensors counts as CPU."""
     counts: dict[torch.device, int] = {}
     for node in normal.graph.nodes:
         value = node.meta.get("val")
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and value.device.type != "meta":
             counts[value.device] = counts.get(value.device, 0) + 1
     accelerators = {d: n for d, n in counts.items() if d.type != "cpu"}
     return max(accelerators or counts, key=lambda d: counts[d], default=torch.device("cpu"))

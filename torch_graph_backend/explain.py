@@ -21,7 +21,8 @@ from torch_graph_backend.shape_key import ShapeKey
 class Stats:
     """Counts over all graphs of a model. ``calls`` counts calls of compiled graphs (a model with graph breaks makes
     several a step); ``calls == replays + first_calls + sum(eager.values())``. ``padding_waste`` is the share of
-    computed rows that were padding, 0.0 to 1.0. ``seconds``: normalise, plan, record."""
+    computed rows that were padding, 0.0 to 1.0. ``seconds``: normalise, plan, record. ``limits``: a sentence for each
+    code object that has as many graphs as Dynamo makes of one (further ones run without a backend, and uncounted)."""
 
     graphs: int
     replays: int
@@ -32,6 +33,7 @@ class Stats:
     padding_waste: float
     seconds: dict[str, float]
     keys: dict[str, dict[ShapeKey, KeyCount]] = field(default_factory=dict)
+    limits: tuple[str, ...] = ()
 
     @property
     def calls(self) -> int:
@@ -44,6 +46,7 @@ class Stats:
         ]
         for code, n in self.eager.most_common():
             lines.append(f"  eager {n:5d} x {self.reasons[code]}")
+        lines += [f"  recompile limit: {text}" for text in self.limits]
         for name, keys in self.keys.items():
             if keys:
                 counts = ", ".join(
@@ -78,6 +81,7 @@ def stats(model: Any = None) -> Stats:
         waste,
         seconds,
         {f"{i} {g.name}": dict(g.ledger.keys) for i, g in enumerate(graphs)},
+        tuple(registry.limits_of(model)),
     )
 
 

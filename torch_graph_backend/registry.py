@@ -2,11 +2,15 @@
 
 A string backend is never told which model it compiles. A graph belongs to a module if it was given one of the module's
 parameters or buffers, or if its code is the module's ``forward``; to a function if its code is the function's.
+
+Dynamo makes at most ``recompile_limit`` graphs of one code object, of all instances of a class together; what needs
+another one then runs without any backend, and no count of ours sees it. So reaching the limit is noted here.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from types import CodeType
@@ -14,15 +18,43 @@ from typing import Any
 
 import torch
 
+from torch_graph_backend.ledger import log
+from torch_graph_backend.passes.torch_api import recompile_limit
 from torch_graph_backend.runner import CompiledGraph
 
 _graphs: list[tuple[weakref.ref[CompiledGraph], tuple[CodeType, ...], list[weakref.ref[torch.Tensor]]]] = []
+#: What to say of each code object of which Dynamo makes no further graphs.
+_at_limit: dict[CodeType, str] = {}
 
 
 def remember(graph: CompiledGraph, codes: Sequence[CodeType], weights: Sequence[torch.Tensor]) -> None:
     """Note a compiled graph, the code it was traced from (outermost first) and the weights it was given."""
     _graphs[:] = [g for g in _graphs if g[0]() is not None]
     _graphs.append((weakref.ref(graph), tuple(codes), [weakref.ref(w) for w in weights]))
+    if codes:
+        _check_limit(codes[0])
+
+
+def _check_limit(code: CodeType) -> None:
+    """Say once that Dynamo will make no further graph of this code."""
+    limit = recompile_limit()
+    if code in _at_limit or sum(code in codes[:1] for _, codes, _ in _graphs) < limit:
+        return
+    _at_limit[code] = text = (
+        f"{code.co_name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno}) has {limit} graphs, Dynamo's "
+        "limit: calls that need another one run without any backend and are not counted; raise "
+        "torch._dynamo.config.recompile_limit before compiling, or mark what changes with torch._dynamo.mark_dynamic"
+    )
+    log.warning("%s", text)
+
+
+def limits_of(model: Any = None) -> list[str]:
+    """What to say of the code of ``model`` (or of all code, if ``None``) that is at Dynamo's limit of graphs."""
+    if model is None:
+        return list(_at_limit.values())
+    graphs, own = set(graphs_of(model)), _codes_of(unwrap(model))
+    mine = {code for ref, codes, _ in _graphs if ref() in graphs for code in codes[:1]} | own
+    return [text for code, text in _at_limit.items() if code in mine]
 
 
 def all_graphs() -> list[CompiledGraph]:
@@ -35,12 +67,9 @@ def graphs_of(model: Any) -> list[CompiledGraph]:
     model = unwrap(model)
     if isinstance(model, torch.nn.Module):
         mine = {id(t) for t in (*model.parameters(), *model.buffers())}
-        codes = {_code(type(model).forward), _code(model.forward)}
         if mine:
             return [g for ref, _, ws in _graphs if (g := ref()) is not None and any(id(w()) in mine for w in ws)]
-    else:
-        codes = {_code(model)}
-    codes.discard(None)
+    codes = _codes_of(model)
     return [g for ref, cs, _ in _graphs if (g := ref()) is not None and codes & set(cs[:1])]
 
 
@@ -50,6 +79,13 @@ def unwrap(model: Any) -> Any:
     if isinstance(inner, torch.nn.Module):
         return inner
     return getattr(model, "_torchdynamo_orig_callable", model)
+
+
+def _codes_of(model: Any) -> set[CodeType]:
+    """The code of a function, or that of a module's ``forward``."""
+    module = isinstance(model, torch.nn.Module)
+    found = {_code(type(model).forward), _code(model.forward)} if module else {_code(model)}
+    return {code for code in found if code is not None}
 
 
 def _code(function: Callable[..., Any]) -> CodeType | None:
@@ -62,3 +98,4 @@ def forget_all() -> None:
     for graph in all_graphs():
         graph.close()
     _graphs.clear()
+    _at_limit.clear()
