@@ -55,7 +55,7 @@ CODES: dict[str, str] = {
     "aliased-inputs": "inputs share memory and one of them is changed",
     "already-capturing": "the caller is already capturing a graph",
     "dispatch-mode": "a dispatch mode is active",
-    "busy": "it was called from inside a break of a compiled graph",
+    "busy": "it was called from inside too many breaks of calls of compiled graphs",
     "no-recorder": "there is no recorder for this device",
     "disabled": "capturing is turned off",
 }

@@ -56,9 +56,18 @@ def reset() -> None:
 
 def close(model: Any) -> None:
     """Free the recordings and buffers of ``model``'s graphs; its later calls run eagerly, with the reason ``disabled``.
-    Memory of the shared pool goes back to the device with its last recording."""
+
+    Modules of one class may share a graph (Dynamo's choice): of a shared one, only this model's recordings are dropped.
+    Memory of the pool, which all models of a device share, goes back to the device with its last recording.
+    """
+    inner = registry.unwrap(model)
+    mine = {id(t) for t in (*inner.parameters(), *inner.buffers())} if isinstance(inner, torch.nn.Module) else set()
     for graph in registry.graphs_of(model):
-        graph.close()
+        given = [t for ref in graph.given if (t := ref()) is not None]
+        if mine and any(id(t) not in mine for t in given):
+            graph.release({t.data_ptr() for t in given if id(t) in mine})
+        else:
+            graph.close()
 
 
 bcg.reset = reset  # type: ignore[attr-defined]
@@ -101,6 +110,9 @@ class _Compiler:
     def plan(self) -> None:
         start = time.perf_counter()
         normal = normalise(self.gm)
+        for placeholder in normal.placeholders:
+            if placeholder.name in self.moving:  # read through a slot like any other argument
+                placeholder.meta["static"] = False
         middle = time.perf_counter()
         unread = unreadable(normal.placeholders)
         if unread is not None:
@@ -132,7 +144,7 @@ class _Compiler:
             log.warning("%s: options['buckets'][%r] matches no bucketed size of this graph", self.name, name)
 
     def unpin(self, names: Sequence[str]) -> None:
-        """Plan again with the operations that change these inputs eager: their addresses do not stay."""
+        """Plan again: the addresses of these inputs do not stay. They are copied in, and what changes them is eager."""
         self.moving |= frozenset(names)
         self.plan()
 

@@ -1,8 +1,9 @@
 """What all compiled graphs of one device share: the recorder, the lock, the arena, and who may be dropped for memory.
 
 Contract. Whoever runs, records or frees on a device holds ``lock``. ``running`` is true while a call is between its
-first and its last step: a call from inside one of its breaks would overwrite the memory that it still needs. Nothing
-here keeps an entry alive.
+first and its last step: a call from inside one of its breaks would overwrite the memory that it still needs, so it
+works on a state of its own, one level down (``idle``), with a pool and an arena of its own. Nothing here keeps an
+entry alive.
 """
 
 from __future__ import annotations
@@ -23,16 +24,39 @@ if TYPE_CHECKING:
     from torch_graph_backend.entry import Entry
 
 
-class DeviceState:
-    """The shared state of one device."""
+#: Calls inside breaks of calls inside breaks: deeper ones run eagerly.
+MAX_DEPTH = 4
 
-    def __init__(self, recorder: CaptureBackend) -> None:
-        self.recorder = recorder
+
+class DeviceState:
+    """The shared state of one device, for calls at one ``depth``: 0, or inside a break of so many other calls."""
+
+    def __init__(self, device: torch.device, recorder: CaptureBackend, depth: int = 0) -> None:
+        self.device, self.recorder, self.depth = device, recorder, depth
         self.lock: Any = threading.RLock()
+        self.inner: DeviceState | None = None
         self.arena = Arena(lambda nbytes: recorder.allocate((nbytes,), (1,), torch.uint8))
         self.running = False
         self._entries: weakref.WeakSet[Entry] = weakref.WeakSet()
         self._clock = itertools.count(1)
+
+    def idle(self) -> DeviceState | None:
+        """The state that a call can use now: this one, or one further down if calls are running. The lock is held, so
+        they are calls of this thread. ``None``: too many."""
+        if not self.running:
+            return self
+        if self.inner is None:
+            recorder = make_recorder(self.device) if self.depth + 1 < MAX_DEPTH else None
+            if not isinstance(recorder, CaptureBackend):
+                return None
+            self.inner = DeviceState(self.device, recorder, self.depth + 1)
+        return self.inner.idle()
+
+    def cleanup(self) -> None:
+        """Free the pools of this level and those below."""
+        self.recorder.cleanup()
+        if self.inner is not None:
+            self.inner.cleanup()
 
     def used(self, entry: Entry) -> None:
         """Note that ``entry`` serves a call now."""
@@ -42,7 +66,8 @@ class DeviceState:
     @property
     def nbytes(self) -> int:
         """Bytes that recordings hold on this device: buffers and pool."""
-        return self.arena.nbytes + self.recorder.nbytes
+        below = self.inner.nbytes if self.inner is not None else 0
+        return self.arena.nbytes + self.recorder.nbytes + below
 
     def relieve(self, keep: Entry | None = None) -> int:
         """Memory ran out: drop the least recently used half of all recordings but ``keep``'s; returns how many.
@@ -74,7 +99,7 @@ def state_of(device: torch.device) -> DeviceState | Reason:
             recorder = make_recorder(device)
             if isinstance(recorder, Reason):
                 return recorder
-            found = _states[device] = DeviceState(recorder)
+            found = _states[device] = DeviceState(device, recorder)
         return found
 
 
@@ -85,4 +110,4 @@ def cleanup_all() -> None:
         _states.clear()
     for state in made:
         with state.lock:
-            state.recorder.cleanup()
+            state.cleanup()

@@ -20,6 +20,7 @@ from torch_graph_backend.codegen import Program
 from torch_graph_backend.demotion import Demoted, demote
 from torch_graph_backend.device_state import DeviceState
 from torch_graph_backend.frames import FirstFrame, Frame, PartialFrame
+from torch_graph_backend.instances import Instance
 from torch_graph_backend.passes.normalize import NormalGraph
 from torch_graph_backend.passes.reasons import Reason
 from torch_graph_backend.passes.torch_api import StorageWeakRef, data_ptrs_equal
@@ -43,8 +44,16 @@ class Entry:
     """
 
     def __init__(
-        self, key: ShapeKey, plan: Plan, normal: NormalGraph, program: Program, state: DeviceState, bucket: Sizes
+        self,
+        key: ShapeKey,
+        plan: Plan,
+        normal: NormalGraph,
+        program: Program,
+        state: DeviceState,
+        bucket: Sizes,
+        instance: Instance,
     ) -> None:
+        self.instance = instance
         self.key, self.plan, self.normal, self.program, self.state = key, plan, normal, program, state
         self.recorder = state.recorder
         self.bucket = bucket
@@ -183,13 +192,12 @@ class Entry:
         ours = {storage_of(t) for t in self.static.values() if isinstance(t, torch.Tensor)}
         handed_out = {storage_of(t) for t in self.held.values() if isinstance(t, torch.Tensor)}
         self.owned = (self.buffer_storages | ours) - {0} - theirs - handed_out
-        pinned = [i for i in self.plan.pinned if args[i].numel()]
-        self.pins = ([args[i].data_ptr() if i in pinned else 0 for i in range(len(args))], pinned)
-        placeholders = self.normal.placeholders
-        # Dynamo guards the layout of parameters and buffers; another tensor at the same address may have other strides.
-        moving = [i for i in self.plan.pinned if not placeholders[i].meta.get("static")]
+        # The weights are the instance's, which is chosen before the entry; Dynamo guards their layout.
+        moving = [i for i in self.plan.pinned if not self.normal.placeholders[i].meta.get("static")]
         self.layouts = [(i, args[i].stride()) for i in moving]
         self.watched = [StorageWeakRef(args[i].untyped_storage()) for i in moving]
+        pinned = [i for i in moving if args[i].numel()]
+        self.pins = ([args[i].data_ptr() if i in pinned else 0 for i in range(len(args))], pinned)
 
     def dead(self) -> bool:
         """Whether memory that the recordings work on, a cache of the caller's, is gone."""

@@ -68,7 +68,8 @@ def graphs_of(model: Any) -> list[CompiledGraph]:
     if isinstance(model, torch.nn.Module):
         mine = {id(t) for t in (*model.parameters(), *model.buffers())}
         if mine:
-            return [g for ref, _, ws in _graphs if (g := ref()) is not None and any(id(w()) in mine for w in ws)]
+            found = [(g, [*ws, *g.given]) for ref, _, ws in _graphs if (g := ref()) is not None]
+            return [g for g, weights in found if any(id(w()) in mine for w in weights)]
     codes = _codes_of(model)
     return [g for ref, cs, _ in _graphs if (g := ref()) is not None and codes & set(cs[:1])]
 

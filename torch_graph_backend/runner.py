@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch_graph_backend.config import Config
 from torch_graph_backend.device_state import DeviceState
 from torch_graph_backend.entry import Entry
 from torch_graph_backend.errors import StrictModeError
+from torch_graph_backend.instances import MAX_MOVES, Instance, Instances
 from torch_graph_backend.ledger import Ledger, log
 from torch_graph_backend.passes.normalize import NormalGraph
 from torch_graph_backend.passes.reasons import Reason
@@ -29,10 +31,12 @@ from torch_graph_backend.plan import Plan
 from torch_graph_backend.shape_key import ShapeKey, recording_order
 from torch_graph_backend.validate import bucket_reason
 
-#: After so many re-records in a row that did not pay, because an input moved, its operations run eagerly.
-MAX_MOVES = 3
 #: A recording that was replayed this often paid: recording 18 kernels took 0.32 ms on an H200, a replay saves 0.1.
 WORTH_RECORDING = 16
+#: A graph serves so many sets of weights; further ones run eagerly.
+MAX_INSTANCES = 64
+#: Bytes of restless parameters that a call copies at most: 64 MiB take about 30 us of an H200's bandwidth.
+MAX_COPIED = 64 * 2**20
 #: Calls of a key that are answered eagerly after it ran out of memory; doubled each time.
 FIRST_REST = 64
 
@@ -45,9 +49,12 @@ class CompiledGraph:
         self.ledger = Ledger(name)
         self.plan: Plan | None = None
         self.seconds: dict[str, float] = {}
-        self.entries: dict[ShapeKey, Entry] = {}
+        #: By key, number of the instance, and depth: how many calls the call was made inside of.
+        self.entries: dict[tuple[ShapeKey, int, int], Entry] = {}
         self.lock: Any = threading.RLock()
         self.turns_grad_on = False
+        #: Weights of other modules that share the graph, as they are met.
+        self.given: list[weakref.ref[torch.Tensor]] = []
 
     def adopt(self, plan: Plan, normal: NormalGraph, written: Sequence[int], state: DeviceState, pure: bool) -> None:
         """Take a plan into use, also one that was made anew. ``pure``: a call that failed half-way may be run again."""
@@ -62,7 +69,7 @@ class CompiledGraph:
         symbols = [s.symbol for s in (*plan.bucketed, *plan.exact_in_key)]
         ladders = [self.config.ladder_for(s.source) for s in plan.bucketed]
         self.keys = Keys(plan, ladders, Bounds.of(normal.fake_mode, symbols, plan.conditions))
-        self.weights = {i for i, p in enumerate(normal.placeholders) if p.meta.get("static")}
+        self.instances = Instances([i for i in plan.pinned if normal.placeholders[i].meta.get("static")])
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
@@ -77,7 +84,7 @@ class CompiledGraph:
             entry, sizes = found
             reason = self.ready(entry, args)
             if reason is None:
-                self.state.running = True
+                entry.state.running = True
                 try:
                     out = self.run(entry, sizes, list(args))
                 except (torch.OutOfMemoryError, MemoryError) as error:
@@ -85,7 +92,7 @@ class CompiledGraph:
                     if not self.pure:
                         raise
                 finally:
-                    self.state.running = False
+                    entry.state.running = False
             if reason is None:
                 if (wish := current_wish()) is not None:
                     serve(self, wish, list(args))
@@ -103,9 +110,10 @@ class CompiledGraph:
 
     def admit(self, args: list[Any]) -> tuple[Entry, tuple[int, ...]] | Reason:
         """The entry that serves this call, or why none does. Runs nothing of the user's."""
-        if self.state.running:  # the lock lets the same thread in again
+        state = self.state.idle()
+        if state is None:
             return Reason("busy")
-        reason = self.recorder.can_run()
+        reason = state.recorder.can_run()
         if reason is not None:
             return reason
         sizes = self.program.sizes_of(args)
@@ -116,12 +124,19 @@ class CompiledGraph:
         if reason is not None:
             return reason
         key, bucket = picked
-        entry = self.entries.get(key)
+        instance = self.instances.find(args)
+        if instance is None:
+            found = self.new_instance(args)
+            if not isinstance(found, Instance):
+                return found if isinstance(found, Reason) else self.admit(args)
+            instance = found
+        at = (key, instance.number, state.depth)
+        entry = self.entries.get(at)
         if entry is None:
-            made = self.make_entry(key, bucket, sizes)
+            made = self.make_entry(key, bucket, sizes, instance, state)
             if isinstance(made, Reason):
                 return made
-            entry = self.entries[key] = made
+            entry = self.entries[at] = made
         elif entry.recorded and (moved := entry.moved(args)):
             self.address_moved(entry, moved)
             return self.admit(args)
@@ -130,28 +145,54 @@ class CompiledGraph:
             reason = reason or self.inputs.pinned_reason(args, sizes)
         if reason is not None:
             return reason
-        self.state.used(entry)
+        state.used(entry)
         return entry, sizes
 
-    def make_entry(self, key: ShapeKey, bucket: Sequence[int], sizes: tuple[int, ...]) -> Entry | Reason:
+    def new_instance(self, args: list[Any]) -> Instance | Reason | None:
+        """Weights that were not seen before, here or at these addresses; ``None``: the plan was made anew."""
+        gone = self.instances.drop_gone()
+        for at in [at for at in self.entries if at[1] in gone]:
+            del self.entries[at]
+        if len(self.instances.known) >= MAX_INSTANCES:
+            text = f"{self.name} serves {MAX_INSTANCES} sets of weights already"
+            return Reason("recording-cap", text, fix="compile modules that share code one by one")
+        made = self.instances.add(args)
+        self.given = [w for w in self.given if w() is not None]
+        self.given += [weakref.ref(args[i]) for i in self.instances.weights]
+        restless = self.instances.restless()
+        if restless:
+            nbytes = sum(args[i].nbytes for i in restless)
+            if nbytes > MAX_COPIED:
+                text = f"{nbytes / 2**20:.0f} MiB of parameters lie elsewhere at almost every call"
+                self.reason = Reason("moving-input", text, fix="keep the parameters where they are")
+                return self.reason
+            log.info("%s: %d parameters keep moving; they are copied in from now on", self.name, len(restless))
+            self.unpin([self.normal.placeholders[i].name for i in restless])
+            return None
+        return made
+
+    def make_entry(
+        self, key: ShapeKey, bucket: Sequence[int], sizes: tuple[int, ...], instance: Instance, state: DeviceState
+    ) -> Entry | Reason:
         """Allocate the static memory of a key, unless the cap is reached or the bucket is not valid."""
         assert self.plan is not None
         for other in self.entries.values():
             if other.dead():
                 other.forget()
-        if len(self.entries) >= self.config.max_recordings:
-            text = f"{self.name} keeps {len(self.entries)} keys already"
+        held = sum(at[1:] == (instance.number, state.depth) for at in self.entries)
+        if held >= self.config.max_recordings:
+            text = f"{self.name} keeps {held} keys already"
             return Reason("recording-cap", text, fix="raise max_recordings, or use fewer buckets")
-        limit = self.config.max_bytes or self.recorder.device_bytes // 2
+        limit = self.config.max_bytes or state.recorder.device_bytes // 2
         if self.state.nbytes >= limit:
             text = f"recordings hold {self.state.nbytes / 2**20:.0f} MiB on {self.plan.device} already"
             return Reason("recording-cap", text, fix="raise max_bytes, or use fewer or smaller buckets")
         at = {s.symbol: v for s, v in zip(self.plan.symbols, sizes, strict=True)}
         at.update({s.symbol: b for s, b in zip(self.plan.bucketed, bucket, strict=True)})
         try:
-            entry = Entry(key, self.plan, self.normal, self.program, self.state, at)
+            entry = Entry(key, self.plan, self.normal, self.program, state, at, instance)
         except (torch.OutOfMemoryError, MemoryError) as error:
-            self.state.relieve()
+            state.relieve()
             text = f"the buffers of key {key} could not be allocated: {error}"
             return Reason("out-of-memory", text, fix="use fewer or smaller buckets")
         entry.verify = self.config.verify_memory
@@ -180,21 +221,28 @@ class CompiledGraph:
     ) -> Entry | Reason:
         if isinstance(bucket, Reason):
             return bucket
-        entry = self.entries.get(key) or self.make_entry(key, bucket, sizes)
+        instance = self.instances.find(args)
+        assert instance is not None  # its call was just admitted
+        state = self.state.idle()
+        assert state is not None
+        at = (key, instance.number, state.depth)
+        entry = self.entries.get(at) or self.make_entry(key, bucket, sizes, instance, state)
         if isinstance(entry, Reason):
             return entry
-        self.entries[key] = entry
-        self.state.used(entry)
+        self.entries[at] = entry
+        state.used(entry)
         return entry.refused or self.inputs.pinned_reason(args, sizes) or entry
 
     def run(self, entry: Entry, sizes: tuple[int, ...], args: list[Any]) -> Any:
         """Run the plan: uncaptured on a first call, replayed once it is recorded."""
         replay = entry.recorded
         frame = entry.frame(sizes, args) if replay else entry.first_frame(sizes, args)
-        with self.recorder.replay_session():
+        with entry.recorder.replay_session():
             out = self.program.run(args, sizes, frame)
         if replay:
             entry.replays += 1
+            if entry.replays == WORTH_RECORDING:
+                entry.instance.paid = True
         else:
             entry.ran_on.add(threading.get_ident())
         real, computed = self.rows(entry, sizes)
@@ -239,26 +287,29 @@ class CompiledGraph:
     def memory_ran_out(self, entry: Entry, error: BaseException) -> Reason:
         """Drop what was used least recently; this key is answered eagerly for a while."""
         entry.forget()
-        dropped = self.state.relieve(keep=entry)
+        dropped = entry.state.relieve(keep=entry)
         entry.rest_for(FIRST_REST)
         text = f"key {entry.key} ran out of memory; {dropped} other recordings were dropped: {error}"
         return Reason("out-of-memory", text, fix="use fewer or smaller buckets, or lower max_bytes")
 
     def address_moved(self, entry: Entry, moved: Sequence[int]) -> None:
-        """A pinned tensor lies elsewhere: its recordings are dropped; inputs that move too often are unpinned."""
+        """A tensor that segments change lies elsewhere: the recording goes; one that moves too often is unpinned."""
         names = [self.inputs.plan.placeholders[i] for i in moved[:3]]
         log.info("%s: %s moved; recording again", self.name, ", ".join(names))
-        weights = bool(self.weights & set(moved))
-        if weights:
-            for other in self.entries.values():  # the old weights must not stay alive in any recording
-                other.forget()
         entry.moves = 0 if entry.replays >= WORTH_RECORDING else entry.moves + 1
         entry.forget()
-        if entry.moves >= MAX_MOVES and not weights:
+        if entry.moves >= MAX_MOVES:
             self.unpin([self.normal.placeholders[i].name for i in moved])
 
     def unpin(self, names: Sequence[str]) -> None:
         """Make the plan again with the operations on these inputs eager; replaced by the backend when it compiles."""
+
+    def release(self, addresses: Set[int]) -> None:
+        """Drop the recordings of every set of weights that has one at these addresses."""
+        with self.lock:
+            dropped = [n for n, i in self.instances.known.items() if addresses & {*i.pointers} - {0}]
+            for at in [at for at in self.entries if at[1] in dropped]:
+                del self.entries[at]
 
     def close(self) -> None:
         """Drop every recording and buffer; later calls run eagerly."""
