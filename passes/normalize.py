@@ -198,8 +198,8 @@ class _Normaliser:
             return self.opaque(node, self.constant(gm.get_submodule(str(target)), str(target)), args, kwargs)
         try:
             return self.traced(callable_of(node), node, args, kwargs)
-        except NormaliseError:
-            raise
+        except NormaliseError as error:
+            raise NormaliseError(error.reason.at(user_line(node.meta.get("stack_trace")))) from error
         except Exception as error:  # the node stays as Dynamo recorded it, and says so
             return self.opaque(node, None, args, kwargs, error)
 

@@ -2,7 +2,8 @@
 
 Contract: a predicate returns ``Reason | None``, never a bool (``None`` means "no objection"). A ``code`` is
 stable: users filter on it, ``stats`` counts by it, tests assert on it. ``CODES`` lists every code with what it
-means; a ``Reason`` with another code cannot be made.
+means; a ``Reason`` with another code cannot be made. ``FIXES`` says what changes it where the place that made the
+reason knows nothing better. ``SOFT`` codes are policy, which the user decides; all others are hard.
 """
 
 from __future__ import annotations
@@ -58,7 +59,74 @@ CODES: dict[str, str] = {
     "busy": "it was called from inside too many breaks of calls of compiled graphs",
     "no-recorder": "there is no recorder for this device",
     "disabled": "capturing is turned off",
+    # answers of would_replay alone: no call is counted with them
+    "not-recorded": "nothing is recorded yet that would serve such a call",
+    "unknown": "what the call would do cannot be told without making it",
 }
+
+#: What changes it, by code: one imperative sentence that fits any place. A reason's own ``fix`` goes before.
+FIXES: dict[str, str] = {
+    "break-op": "nothing to do if the break is meant; else tgb.unregister_break_op, and compile again",
+    "unknown-op": "write it with ATen operations if the cut costs too much",
+    "data-dependent": "avoid .item(), nonzero and boolean masks; use torch.where or a fixed number of rows",
+    "random": "call model.eval() if it is dropout; draw numbers outside of the compiled function",
+    "higher-order-op": "nothing to do: it is one eager step; or write the branch with torch.where",
+    "other-device": "put the tensor on the model's device before the call",
+    "device-copy": "move the tensor once, outside of the compiled function",
+    "not-strided": "pass plain strided tensors",
+    "not-normalised": "report it with the plan; the text has the error",
+    "python-value": "keep the value in a tensor",
+    "exact-symbol": "nothing to do for a growing cache or a size that depends on data; a cache of fixed length is captured",
+    "padding": "keep the padded dimension fixed (torch._dynamo.mark_static), at the price of a graph a size",
+    "derived-size": "keep the padded size a whole factor of a dimension: view(batch * length, -1), not n + 1",
+    "mutation": "change memory on one side only: move the in-place operation, or write out of place",
+    "output-alias": "return one of the tensors that share memory, or a .clone()",
+    "returned-copy": "nothing to do: this is the cheaper way",
+    "small-segment": "set min_segment_kernels=1 to capture it",
+    "moving-input": "pass the same tensor every time, such as one cache that is reset",
+    "normalise-failed": "change what the text names; report an unexpected error with its traceback",
+    "nothing-to-capture": "see the reasons of its operations in tgb.explain",
+    "metadata-mutation": "write x = x.squeeze(0) for x.squeeze_(0)",
+    "symbol-unreadable": "pass a tensor that has the size as a dimension, or the size as an int",
+    "grad": "call the model under torch.no_grad() or torch.inference_mode()",
+    "beyond-largest-bucket": "list a larger size in options['buckets'], or raise max_size",
+    "size-not-listed": "list the size in options['buckets'], or allow padding",
+    "zero-size": "nothing to do: there is nothing to compute",
+    "bucket-invalid": "list sizes that fulfil the condition which the text names",
+    "out-of-memory": "use fewer or smaller buckets",
+    "recording-cap": "raise max_recordings, or use fewer buckets",
+    "input-dtype": "pass the dtype of the first call",
+    "input-device": "pass tensors on the device of the first call",
+    "input-layout": "pass a plain strided tensor",
+    "input-strides": "call .contiguous() if the first call's tensor was contiguous",
+    "input-shape": "report it: Dynamo should have compiled anew",
+    "aliased-inputs": "pass tensors that do not share memory",
+    "already-capturing": "call the function outside of your own capture",
+    "dispatch-mode": "leave the dispatch mode (a FLOP counter, say) for this call",
+    "busy": "do not call the compiled function from inside one of its own breaks",
+    "no-recorder": "use a CPU or a CUDA device",
+    "disabled": "see the options enabled, record and the phase's backend",
+    "capture-failed": "make the operation that the log names a break op",
+    "not-recorded": "call the function twice with such arguments",
+    "unknown": "pass what torch.compile was given, and leave no graph break in it",
+}
+
+#: Capturing would be right; policy, cost or a limit decided against it. All other codes are hard: capturing would be
+#: wrong (or impossible), and no option can ask for it.
+SOFT: frozenset[str] = frozenset(
+    {
+        "break-op",
+        "returned-copy",
+        "small-segment",
+        "moving-input",
+        "beyond-largest-bucket",
+        "size-not-listed",
+        "out-of-memory",
+        "recording-cap",
+        "disabled",
+        "not-recorded",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +150,16 @@ class Reason:
     def at(self, where: str) -> Reason:
         """This reason with the user's line, unless it has one already."""
         return self if self.where or not where else replace(self, where=where)
+
+    @property
+    def advice(self) -> str:
+        """What would change it: the reason's own ``fix``, else what is true of its code anywhere."""
+        return self.fix or FIXES[self.code]
+
+    @property
+    def soft(self) -> bool:
+        """Whether policy, cost or a limit decided, which the user can change, and not correctness."""
+        return self.code in SOFT
 
     def __str__(self) -> str:
         parts = [f"{self.code}: {self.text}"]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import re
+import sys
+from types import FrameType
 
 import torch
 from torch.fx import Node
@@ -36,3 +39,28 @@ def where(node: Node) -> str:
     if found is None:
         found = node.meta["where"] = user_line(node.meta.get("stack_trace"))
     return found
+
+
+def caller_line() -> str:
+    """``"serve.py:12 in step: y = model(x)"``: the user's line that called the compiled function we are inside of.
+
+    Inwards of that call lie PyTorch's wrapper and the compiled function's own frame, which is named if nobody called
+    it through the wrapper.
+    """
+    frame, own, wrapped = sys._getframe(1).f_back, None, False
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(_TORCH):
+            wrapped = wrapped or own is not None
+        elif not name.startswith("<") and not frame.f_globals.get("__name__", "").startswith("torch_graph_backend"):
+            own = own or frame
+            if wrapped or own.f_back is None:
+                return _line_of(frame)
+        frame = frame.f_back
+    return "" if own is None else _line_of(own)
+
+
+def _line_of(frame: FrameType) -> str:
+    code, number = frame.f_code, frame.f_lineno
+    text = linecache.getline(code.co_filename, number).strip()
+    return f"{os.path.basename(code.co_filename)}:{number} in {code.co_name}: {text}"

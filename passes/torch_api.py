@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from inspect import getclosurevars
+from types import CodeType
 from typing import Any
 
 import torch
 import torch._dynamo.config
 import torch._dynamo.eval_frame
 from torch._dispatch.python import enable_python_dispatcher
-from torch._guards import TracingContext
+from torch._guards import CompileContext, TracingContext
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -33,7 +35,10 @@ __all__ = [
     "StorageWeakRef",
     "TracingContext",
     "allocate_to_pool",
+    "backend_of",
+    "cache_entries",
     "clear_cublas_workspaces",
+    "compile_id",
     "cuda_alias",
     "cuda_bytes",
     "data_ptrs_equal",
@@ -43,12 +48,15 @@ __all__ = [
     "enter_autocast",
     "exit_autocast",
     "free_unbacked_symbols",
+    "is_composite",
     "log_api_usage",
     "make_fx",
     "map_aggregate",
+    "on_bytecode",
     "recompile_limit",
     "reset_with_dynamo",
     "set_grad_enabled",
+    "size_hint",
 ]
 
 #: What Dynamo emits for ``with torch.autocast(...)`` and ``with torch.no_grad()`` inside a graph.
@@ -126,3 +134,62 @@ def reset_with_dynamo(backend: Any) -> None:
 def recompile_limit() -> int:
     """How many graphs Dynamo makes of one code object (inside a compile: the limit given to that compile)."""
     return int(torch._dynamo.config.recompile_limit)
+
+
+def size_hint(value: Any) -> int | None:
+    """The value of a size at the example that was traced; ``None`` for one that depends on data."""
+    if not isinstance(value, torch.SymInt):
+        return int(value)
+    try:
+        hint = value.node.hint
+    except Exception:  # unbacked: torch says so with one error type or another, by version
+        return None
+    return None if hint is None else int(hint)
+
+
+def is_composite(op: OpOverload) -> bool:
+    """Whether the operator is made of others (``aten.linear``, ``aten.matmul``) on every backend."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
+
+
+def compile_id() -> str:
+    """The id of Dynamo's compilation in progress in this thread, such as ``"0/1"``; empty outside of one."""
+    found = CompileContext.current_compile_id()
+    return "" if found is None else str(found)
+
+
+def on_bytecode(hook: Any) -> Any:
+    """Have ``hook(code, new_code)`` (which returns None) called with every code object that Dynamo makes; ``.remove()``
+    the result to stop it."""
+    from torch._dynamo.convert_frame import register_bytecode_hook
+
+    return register_bytecode_hook(hook)
+
+
+def cache_entries(code: CodeType) -> list[Any]:
+    """What Dynamo has compiled of a code object, in the order in which it tries them. Each entry has ``code`` (what
+    Dynamo made), ``backend``, and ``guard_manager.check(locals)``, which evaluates the guards and runs nothing."""
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    return list(_debug_get_cache_entry_list(code))
+
+
+def backend_of(model: Any) -> Any:
+    """The backend that a ``torch.compile`` wrapper (or a module after ``.compile()``) calls, as cache entries have it;
+    ``None`` if ``model`` is no wrapper. Raises ``LookupError`` if the wrapper is built otherwise (2.13 was read)."""
+    context: Any = None
+    wrapper: Any = None
+    if isinstance(model, torch.nn.Module):
+        context, wrapper = getattr(model, "dynamo_ctx", None), getattr(model, "_compiled_call_impl", None)
+    elif getattr(model, "_torchdynamo_orig_callable", None) is not None:
+        wrapper = model
+    if context is None and wrapper is None:
+        return None
+    if context is None:
+        context = getclosurevars(wrapper).nonlocals.get("self")
+    backend: Any = getattr(context, "callback", None)
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    if backend is None:
+        raise LookupError("the backend of this wrapper cannot be found")
+    return backend

@@ -18,6 +18,7 @@ from torch_graph_backend.errors import (
     MemoryFault,
     NothingToRecord,
     ReplayError,
+    StatsMismatch,
     StrictModeError,
     TorchGraphBackendError,
     UnknownOption,
@@ -40,6 +41,7 @@ EXAMPLES = [
     (NothingToRecord(["f 8: grad: x"]), "BCG404", ["nothing was recorded", "f 8: grad: x"]),
     (MemoryFault(2, "8"), "BCG405", ["segment 2", "key 8", "report it"]),
     (BridgeMismatch("ns::op", "float32[8]", "float16[8]"), "BCG403", ["ns::op", "float32[8]", "float16[8]"]),
+    (StatsMismatch(["replays: expected 3, got 2"], "1 graphs"), "BCG501", ["replays: expected 3, got 2", "fix: "]),
 ]
 IDS = [type(error).__name__ for error, _, _ in EXAMPLES]
 
@@ -58,7 +60,7 @@ def test_every_class_has_an_example_and_a_code_of_its_own():
 def test_text(error, code, parts):
     assert error.code == code
     assert str(error).startswith(f"[{code}] ")
-    assert "\n" not in str(error)
+    assert ("\n" in str(error)) == isinstance(error, StatsMismatch)
     for part in parts:
         assert part in str(error)
 
@@ -99,7 +101,16 @@ def test_builtin_bases_users_catch():
 
 def test_strict_mode_error_carries_the_reason_and_has_a_fix():
     assert StrictModeError(REASON).reason is REASON
-    assert "fix: set strict=False" in str(StrictModeError(Reason("grad")))
+    text = str(StrictModeError(Reason("grad")))
+    assert "fix: call the model under torch.no_grad() or torch.inference_mode(); or set strict=False" in text
+
+
+def test_a_stats_mismatch_is_an_assertion_and_shows_the_stats_below():
+    error = StatsMismatch(["replays: expected 3, got 2", "eager: expected 0, got 1"], "the\nstats")
+    assert isinstance(error, AssertionError)
+    first, *rest = str(error).splitlines()
+    assert "replays: expected 3, got 2; eager: expected 0, got 1" in first
+    assert rest == ["the", "stats"]
 
 
 def test_unknown_option_in_a_scope():

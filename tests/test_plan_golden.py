@@ -19,6 +19,7 @@ from graph_harness import GOLDEN, Seen, assert_golden, stable, take_one
 from torch import nn
 
 from torch_graph_backend.plan import Plan
+from torch_graph_backend.plan_text import flow_text
 
 
 def dynamic(x: torch.Tensor, *dims: int) -> torch.Tensor:
@@ -146,24 +147,11 @@ def plan_of(name: str) -> Plan:
     return taken(name).plan(min_kernels=2)
 
 
-def flow(plan: Plan) -> str:
-    """What the text of a plan leaves out: who reads what from where, and what becomes of outputs."""
-    lines = []
-    for step in plan.steps:
-        reads = ", ".join(f"{name} <- {ref}" for name, ref in step.inputs)
-        lines.append(f"{type(step).__name__} {step.index}: reads {reads or 'nothing'}; makes {', '.join(step.outputs)}")
-    lines += [f"bridge {i}: {b.value} {b.spec} from {b.source} after {b.after}" for i, b in enumerate(plan.bridges)]
-    for i, c in enumerate(plan.cuts):
-        lines.append(f"cut {i}: {c.value} {c.spec} after {c.after}{' private' if c.private else ''} {c.spec.padding}")
-    lines += [f"output: {o.ref}{' checked' if o.check else ''}" for o in plan.outputs]
-    return "\n".join(lines)
-
-
 @pytest.mark.parametrize("name", ZOO)
 def test_golden(name: str) -> None:
     """The text of the plan, and the flow of values."""
     plan = plan_of(name)
-    assert_golden(name, f"{plan}\n\n{flow(plan)}")
+    assert_golden(name, f"{plan}\n\n{flow_text(plan)}")
 
 
 @pytest.mark.parametrize("name", ["attention_growing_cache", "aliasing_outputs"])

@@ -5,11 +5,14 @@ from importlib.metadata import PackageNotFoundError, version
 from torch_graph_backend.ahead import capture
 from torch_graph_backend.backend import bcg, close, reset
 from torch_graph_backend.break_ops import break_ops, register_break_op, unregister_break_op
+from torch_graph_backend.debug import debug_dir
 from torch_graph_backend.errors import TorchGraphBackendError
-from torch_graph_backend.explain import Stats, explain, plans, stats
+from torch_graph_backend.explain import Explanation, explain, plans
 from torch_graph_backend.passes.reasons import Reason
 from torch_graph_backend.plan import Plan
 from torch_graph_backend.shape_key import ShapeKey
+from torch_graph_backend.stats import Stats, measure, stats
+from torch_graph_backend.would_replay import would_replay
 
 try:
     __version__ = version("torch-graph-backend")
@@ -17,6 +20,7 @@ except PackageNotFoundError:  # a source tree that was never installed
     __version__ = "0+unknown"
 
 __all__ = [
+    "Explanation",
     "Plan",
     "Reason",
     "ShapeKey",
@@ -26,10 +30,13 @@ __all__ = [
     "break_ops",
     "capture",
     "close",
+    "debug_dir",
     "explain",
+    "measure",
     "plans",
     "register_break_op",
     "reset",
     "stats",
     "unregister_break_op",
+    "would_replay",
 ]

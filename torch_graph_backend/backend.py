@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from torch_graph_backend import registry
+from torch_graph_backend import debug, registry
 from torch_graph_backend.break_ops import break_predicate
 from torch_graph_backend.config import Config
 from torch_graph_backend.device_state import cleanup_all, state_of
@@ -37,19 +37,47 @@ def bcg(
     gm: GraphModule, example_inputs: Sequence[Any], *, options: Any = None, mode: str | None = None
 ) -> CompiledGraph:
     """Compile one Dynamo graph. ``options``: see ``torch_graph_backend.config.Config``. Raises only for wrong options
-    and, under ``strict=True``, if nothing can be captured."""
+    and, under ``strict``, if nothing can be captured (with ``"ops"``: if any operation but a break op cannot)."""
     config = Config.parse(options, mode)
     codes = TracingContext.get_traced_code() or []
     reset_with_dynamo(bcg)
     graph = _Compiler(gm, _name(gm, codes), config).compile()
+    debug.dump(graph)
     registry.remember(graph, codes, [t for t in example_inputs if isinstance(t, torch.Tensor)])
-    if config.strict and graph.reason is not None and graph.reason.code != "grad":
-        raise StrictModeError(graph.reason, graph.name)
+    if config.strict and graph.reason is not None:
+        raise StrictModeError(_with_line(graph, graph.reason), graph.name)
+    reason = _left_eager(graph)
+    if reason is not None:
+        raise StrictModeError(reason, f"all of {graph.name}")
     return graph
 
 
+def _with_line(graph: CompiledGraph, reason: Reason) -> Reason:
+    """A graph's reason with a line of the user's: that of its first eager operation, or of the function."""
+    ops = [op for region in (graph.plan.regions if graph.plan is not None else ()) for op in region.ops if op.reason]
+    if reason.code == "nothing-to-capture" and ops and ops[0].reason is not None:
+        first = ops[0].reason
+        return Reason(reason.code, f"{reason.text}, {first.code} first: {first.text}", first.where, first.advice)
+    function, _, line = graph.name.rstrip(")").partition(" (")
+    return reason.at(f"{line} in {function}" if line else "")
+
+
+def _left_eager(graph: CompiledGraph) -> Reason | None:
+    """Under ``strict="ops"``: why the first eager operation is eager that is no break op and runs a kernel."""
+    if graph.config.strict != "ops" or graph.plan is None:
+        return None
+    ops = [op for region in graph.plan.regions for op in region.ops]
+    return next((op.reason for op in ops if op.kernel and op.reason and op.reason.code != "break-op"), None)
+
+
 def reset() -> None:
-    """Close every compiled graph and free all memory of ours. ``torch._dynamo.reset()`` calls this."""
+    """Close every compiled graph and free all memory of ours. What Dynamo still has compiled runs eagerly from now on,
+    and is counted; ``torch._dynamo.reset()`` drops that too, and its counts."""
+    registry.close_all()
+    cleanup_all()
+
+
+def _dynamo_was_reset() -> None:
     registry.forget_all()
     cleanup_all()
 
@@ -70,7 +98,7 @@ def close(model: Any) -> None:
             graph.close()
 
 
-bcg.reset = reset  # type: ignore[attr-defined]
+bcg.reset = _dynamo_was_reset  # type: ignore[attr-defined]
 
 
 def _name(gm: GraphModule, codes: Sequence[Any]) -> str:
@@ -130,7 +158,7 @@ class _Compiler:
         plan = build_plan(self.name, device, normal, classified, views)
         found = state_of(device)
         if isinstance(found, Reason):
-            self.graph.plan, self.graph.reason = plan, self.graph.reason or found
+            self.graph.plan, self.graph.reason, self.graph.normal = plan, self.graph.reason or found, normal
             return
         written = _written_args(normal, classified)
         pure = not written and not any(is_random(n) or has_hidden_effects(n) for n in normal.graph.nodes)
@@ -147,6 +175,8 @@ class _Compiler:
         """Plan again: the addresses of these inputs do not stay. They are copied in, and what changes them is eager."""
         self.moving |= frozenset(names)
         self.plan()
+        self.graph.reason = self.graph.reason or _left_eager(self.graph)
+        debug.dump(self.graph)
 
 
 def _device(normal: NormalGraph) -> torch.device:

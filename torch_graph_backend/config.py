@@ -39,6 +39,13 @@ def _flag(name: str, value: Any) -> bool:
     return value
 
 
+def _strict(name: str, value: Any) -> bool | str:
+    """A bool, or ``"ops"``."""
+    if not isinstance(value, bool) and value != "ops":
+        raise BadOption(name, value, "True or False, or 'ops'")
+    return value
+
+
 def _choice(*accepted: str | None) -> Check:
     """A check for one of ``accepted``."""
 
@@ -200,7 +207,8 @@ class Config:
     * ``break_ops`` (list of op names, ops or functions; default []): run eagerly, between segments, in this compile.
     * ``min_segment_kernels`` (int >= 1; default 2): a segment with fewer kernels runs eagerly.
     * ``enabled`` (bool; default True): False runs everything eagerly.
-    * ``strict`` (bool; default False): True raises StrictModeError where something would not be captured.
+    * ``strict`` (bool | "ops"; default False): True raises StrictModeError for a call that would run eagerly, and for a
+      graph of which nothing can be captured. "ops" also for a graph in which any operation but a break op is eager.
     * ``outputs`` ("safe" | "view"; default "safe"): a returned tensor stays what it was when the next call replays; or
       it may lie in the recording's own memory, without a copy, and the next call of this key overwrites it.
     * ``record`` ("second" | "never"; default "second"): record on the second call of a key, or always run uncaptured.
@@ -223,7 +231,7 @@ class Config:
     break_ops: tuple[Any, ...] = ()
     min_segment_kernels: int = 2
     enabled: bool = True
-    strict: bool = False
+    strict: bool | str = False
     outputs: str = "safe"
     record: str = "second"
     progress: bool = False
@@ -327,7 +335,7 @@ _CHECKS: dict[str, Check] = {
     "break_ops": _break_ops,
     "min_segment_kernels": _positive,
     "enabled": _flag,
-    "strict": _flag,
+    "strict": _strict,
     "outputs": _choice("safe", "view"),
     "record": _choice("second", "never"),
     "progress": _flag,

@@ -1,8 +1,9 @@
 """Every exception this package raises on purpose: one class a cause, one stable code a class.
 
 Contract: ``str(error)`` is one line, ``[code] message; at file.py:12; fix: what to change``, where the last two parts
-appear when they are known. A ``code`` never changes its meaning. Errors hold strings only, never tensors or option
-values, so they can be pickled (a worker process may send one home) and keep no memory alive.
+appear when they are known (``StatsMismatch`` alone has the stats on further lines). A ``code`` never changes its
+meaning. Errors hold strings only, never tensors or option values, so they can be pickled (a worker process may send one
+home) and keep no memory alive.
 
 Raised while ``torch.compile`` compiles, an error reaches the user inside
 ``torch._dynamo.exc.BackendCompilerFailed``, whose ``inner_exception`` is the error itself.
@@ -132,7 +133,7 @@ class StrictModeError(TorchGraphBackendError):
         self.reason = reason
         self.what = what
         message = self.template.format(what=what, code=reason.code, text=reason.text)
-        super().__init__(message, where=reason.where, fix=reason.fix or "set strict=False to run it eagerly")
+        super().__init__(message, where=reason.where, fix=f"{reason.advice}; or set strict=False to run it eagerly")
 
 
 class BreakOpError(TorchGraphBackendError):
@@ -209,3 +210,19 @@ class BridgeMismatch(TorchGraphBackendError):  # noqa: N818 (the name is the cau
         self.got = str(got)
         message = self.template.format(op=op, expected=self.expected, got=self.got)
         super().__init__(message, where=where, fix=fix or f"make {op} and its fake implementation agree")
+
+
+class StatsMismatch(TorchGraphBackendError, AssertionError):  # noqa: N818 (the name is the cause)
+    """``Stats.expect`` found other counts. ``problems`` has one text a count; ``found`` is the stats as they print."""
+
+    code = "BCG501"
+    template = "the counts are not as expected: {problems}"
+
+    def __init__(self, problems: Iterable[str], found: str, *, where: str = "", fix: str = "") -> None:
+        self.problems = tuple(problems)
+        self.found = found
+        fix = fix or "see the counts below, and what tgb.explain(model) says"
+        super().__init__(self.template.format(problems="; ".join(self.problems)), where=where, fix=fix)
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}\n{self.found}"

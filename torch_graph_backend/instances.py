@@ -58,6 +58,11 @@ class Instances:
                 return found
         return None
 
+    def peek(self, args: list[Any]) -> Instance | None:
+        """``find`` without any effect: which instance came last tells moved weights from another module's."""
+        known = list(self.known.values())
+        return next((i for i in known if data_ptrs_equal(args, i.pointers, self.weights) and not i.gone), None)
+
     def drop_gone(self) -> list[int]:
         """The numbers of the instances whose memory is gone; they are forgotten, the caller drops their recordings."""
         gone = [n for n, instance in self.known.items() if instance.gone]

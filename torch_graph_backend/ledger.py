@@ -5,6 +5,7 @@ Contract. ``calls == replays + first_calls + sum(eager.values())`` always. Nothi
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Sequence
@@ -14,24 +15,29 @@ from torch_graph_backend.passes.reasons import Reason
 from torch_graph_backend.shape_key import ShapeKey
 
 log = logging.getLogger("torch_graph_backend")
+_serials = itertools.count()
 
 
 @dataclass
 class KeyCount:
     """What happened on one key: first calls (one, plus one per re-record), replays, seconds spent recording, bytes that
-    had to be allocated for it, and why segments of its last recording run uncaptured."""
+    had to be allocated for it, why segments of its last recording run uncaptured, and its share of the ledger's
+    ``rows_real`` and ``rows_computed``."""
 
     first_calls: int = 0
     replays: int = 0
     record_seconds: float = 0.0
     nbytes: int = 0
     demoted: tuple[Reason, ...] = ()
+    rows_real: int = 0
+    rows_computed: int = 0
 
 
 @dataclass
 class Ledger:
     """Counts of one compiled graph. ``rows_real`` and ``rows_computed`` are products of bucketed sizes, summed over
-    calls that ran the plan; their ratio gives the padding waste. ``eager_texts`` keeps the first reason of a code."""
+    calls that ran the plan; their ratio gives the padding waste. ``eager_texts`` keeps the first reason of a code.
+    ``serial`` tells the graph from every other one of the process."""
 
     name: str
     replays: int = 0
@@ -42,6 +48,7 @@ class Ledger:
     eager: Counter[str] = field(default_factory=Counter)
     eager_texts: dict[str, Reason] = field(default_factory=dict)
     keys: dict[ShapeKey, KeyCount] = field(default_factory=dict)
+    serial: int = field(default_factory=lambda: next(_serials))
 
     @property
     def calls(self) -> int:
@@ -59,6 +66,8 @@ class Ledger:
         entry = self.keys.setdefault(key, KeyCount())
         self.rows_real += real
         self.rows_computed += computed
+        entry.rows_real += real
+        entry.rows_computed += computed
         if replayed:
             self.replays += 1
             entry.replays += 1

@@ -13,8 +13,8 @@ _REASONS_SHOWN = 12
 _LISTED = 4
 
 
-def plan_text(plan: Plan) -> str:
-    """The plan as text: symbols, memory, steps (repeated ones folded), reasons by user line."""
+def plan_text(plan: Plan, reasons: bool = True) -> str:
+    """The plan as text: symbols, memory, steps (repeated ones folded) and, unless left out, reasons by user line."""
     lines = [
         f"Plan {plan.name} on {plan.device}: {len(plan.segments)} captured segments ({plan.captured_kernels} kernels), "
         f"{len(plan.regions)} eager regions ({plan.eager_kernels} kernels), {plan.host_ops} size computations"
@@ -32,7 +32,8 @@ def plan_text(plan: Plan) -> str:
         + (f", changed by segments: {len(plan.mutated)}" if plan.mutated else "")
     )
     lines += _steps(plan)
-    lines += _reasons(plan)
+    if reasons:
+        lines += _reasons(plan)
     return "\n".join(lines)
 
 
@@ -72,6 +73,19 @@ def _steps(plan: Plan) -> list[str]:
             lines.append(f"  step {label:<10} {text}" + (f"  [{n} times]" if n > 1 else ""))
         at += n * len(pair)
     return lines
+
+
+def flow_text(plan: Plan) -> str:
+    """What the text of a plan leaves out: who reads what from where, and what becomes of outputs."""
+    lines = []
+    for step in plan.steps:
+        reads = ", ".join(f"{name} <- {ref}" for name, ref in step.inputs)
+        lines.append(f"{type(step).__name__} {step.index}: reads {reads or 'nothing'}; makes {', '.join(step.outputs)}")
+    lines += [f"bridge {i}: {b.value} {b.spec} from {b.source} after {b.after}" for i, b in enumerate(plan.bridges)]
+    for i, c in enumerate(plan.cuts):
+        lines.append(f"cut {i}: {c.value} {c.spec} after {c.after}{' private' if c.private else ''} {c.spec.padding}")
+    lines += [f"output: {o.ref}{' checked' if o.check else ''}" for o in plan.outputs]
+    return "\n".join(lines)
 
 
 def _reasons(plan: Plan) -> list[str]:

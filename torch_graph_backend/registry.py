@@ -19,9 +19,11 @@ from typing import Any
 import torch
 
 from torch_graph_backend.ledger import log
-from torch_graph_backend.passes.torch_api import recompile_limit
+from torch_graph_backend.passes.torch_api import backend_of, recompile_limit
 from torch_graph_backend.runner import CompiledGraph
 
+#: How Dynamo names the rest of a function behind a graph break; its first line is the function's or the break's.
+_RESUMED = "torch_dynamo_resume_in_"
 _graphs: list[tuple[weakref.ref[CompiledGraph], tuple[CodeType, ...], list[weakref.ref[torch.Tensor]]]] = []
 #: What to say of each code object of which Dynamo makes no further graphs.
 _at_limit: dict[CodeType, str] = {}
@@ -70,8 +72,19 @@ def graphs_of(model: Any) -> list[CompiledGraph]:
         if mine:
             found = [(g, [*ws, *g.given]) for ref, _, ws in _graphs if (g := ref()) is not None]
             return [g for g, weights in found if any(id(w()) in mine for w in weights)]
-    codes = _codes_of(model)
-    return [g for ref, cs, _ in _graphs if (g := ref()) is not None and codes & set(cs[:1])]
+    wanted = _codes_of(model)
+    traced = [(ref(), codes[:1]) for ref, codes, _ in _graphs]
+    return [g for g, its in traced if g is not None and any(_part_of(c, w) for c in its for w in wanted)]
+
+
+def _part_of(code: CodeType, whole: CodeType) -> bool:
+    """Whether ``code`` is ``whole``, or what Dynamo made of the rest of it behind a graph break."""
+    if code is whole:
+        return True
+    if code.co_filename != whole.co_filename or not code.co_name.startswith(f"{_RESUMED}{whole.co_name}_at_"):
+        return False
+    lines = [line for _, _, line in whole.co_lines() if line is not None]
+    return min(lines) <= code.co_firstlineno <= max(lines)
 
 
 def unwrap(model: Any) -> Any:
@@ -89,14 +102,28 @@ def _codes_of(model: Any) -> set[CodeType]:
     return {code for code in found if code is not None}
 
 
+def wraps_bcg(model: Any) -> bool:
+    """Whether ``model`` is a ``torch.compile`` wrapper (or a module after ``.compile()``) of this backend."""
+    try:
+        backend = backend_of(model)
+    except LookupError:
+        return False
+    return getattr(getattr(backend, "compiler_fn", backend), "__name__", "") == "bcg"
+
+
 def _code(function: Callable[..., Any]) -> CodeType | None:
     function = inspect.unwrap(getattr(function, "_torchdynamo_orig_callable", function))
     return getattr(getattr(function, "__func__", function), "__code__", None)
 
 
-def forget_all() -> None:
-    """Close every compiled graph and forget it."""
+def close_all() -> None:
+    """Close every compiled graph. One that Dynamo keeps goes on, eagerly, and its calls go on being counted."""
     for graph in all_graphs():
         graph.close()
+
+
+def forget_all() -> None:
+    """Close every compiled graph and forget it: Dynamo has dropped them all."""
+    close_all()
     _graphs.clear()
     _at_limit.clear()

@@ -27,6 +27,7 @@ from torch_graph_backend.instances import MAX_MOVES, Instance, Instances
 from torch_graph_backend.ledger import Ledger, log
 from torch_graph_backend.passes.normalize import NormalGraph
 from torch_graph_backend.passes.reasons import Reason
+from torch_graph_backend.passes.source_lines import caller_line
 from torch_graph_backend.plan import Plan
 from torch_graph_backend.shape_key import ShapeKey, recording_order
 from torch_graph_backend.validate import bucket_reason
@@ -55,6 +56,12 @@ class CompiledGraph:
         self.turns_grad_on = False
         #: Weights of other modules that share the graph, as they are met.
         self.given: list[weakref.ref[torch.Tensor]] = []
+        self.closed = False
+
+    @property
+    def ir(self) -> NormalGraph | None:
+        """The normalised graph, if there is one."""
+        return getattr(self, "normal", None)
 
     def adopt(self, plan: Plan, normal: NormalGraph, written: Sequence[int], state: DeviceState, pure: bool) -> None:
         """Take a plan into use, also one that was made anew. ``pure``: a call that failed half-way may be run again."""
@@ -101,12 +108,60 @@ class CompiledGraph:
 
     def eagerly(self, reason: Reason, args: Sequence[Any]) -> Any:
         """The Dynamo graph as it came; counted, logged once a code, refused if the user asked for strictness."""
-        if self.config.strict:
-            raise StrictModeError(reason, f"a call of {self.name}")
+        self.refuse_if_strict(reason)
         self.ledger.count_eager(reason)
         if (wish := current_wish()) is not None:
             wish.done.append((self.name, "", reason))
         return self.gm.forward(*args)
+
+    def refuse_if_strict(self, reason: Reason) -> None:
+        """Raise, if the user asked for strictness, before anything of this call has run."""
+        if self.config.strict:
+            raise StrictModeError(reason.at(caller_line()), f"a call of {self.name}")
+
+    def replay_reason(self, args: Sequence[Any]) -> Reason | None:
+        """Why this call would not replay a recording; ``None`` if it would. Runs, counts and changes nothing."""
+        reason = self.reason or grad_reason(args, self.turns_grad_on) or mode_reason()
+        if reason is not None:
+            return reason
+        state = self.level()
+        if state is None:
+            return Reason("not-recorded", "nothing is recorded for calls from inside of a break")
+        reason = state.recorder.can_run()
+        if reason is not None:
+            return reason
+        sizes = self.program.sizes_of(args)
+        picked = self.keys.pick(sizes)
+        if isinstance(picked, Reason):
+            return picked
+        reason = self.inputs.slot_reason(args, sizes) or self.inputs.alias_reason(args, sizes)
+        if reason is not None:
+            return reason
+        instance = self.instances.peek(list(args))
+        entry = None if instance is None else self.entries.get((picked[0], instance.number, state.depth))
+        if entry is None:
+            known = bool(self.instances.known) and instance is None
+            return Reason("not-recorded", f"key {picked[0]} had no call yet" + (" with these weights" if known else ""))
+        if not entry.recorded:
+            resting = Reason("out-of-memory", f"key {entry.key} ran out of memory lately") if entry.rest else None
+            found = entry.refused or resting or entry.uncaptured
+            return found or Reason("not-recorded", f"key {entry.key} is not recorded yet")
+        moved = entry.moved(list(args))
+        if moved:
+            return Reason("not-recorded", f"{self.inputs.plan.placeholders[moved[0]]} moved since the recording")
+        return None
+
+    def level(self) -> DeviceState | None:
+        """The state that a call of this thread would use, as ``DeviceState.idle`` but without making one."""
+        if not self.lock.acquire(blocking=False):
+            return self.state  # another thread is running, and this one would wait for it
+        try:
+            state: DeviceState | None = self.state
+            while state is not None and state.running:
+                state = state.inner
+            return state
+        finally:
+            self.lock.release()
 
     def admit(self, args: list[Any]) -> tuple[Entry, tuple[int, ...]] | Reason:
         """The entry that serves this call, or why none does. Runs nothing of the user's."""
@@ -139,7 +194,7 @@ class CompiledGraph:
             entry = self.entries[at] = made
         elif entry.recorded and (moved := entry.moved(args)):
             self.address_moved(entry, moved)
-            return self.admit(args)
+            return self.reason or self.admit(args)
         reason = entry.refused or entry.resting()
         if not entry.recorded:
             reason = reason or self.inputs.pinned_reason(args, sizes)
@@ -262,9 +317,13 @@ class CompiledGraph:
 
     def ready(self, entry: Entry, args: Sequence[Any]) -> Reason | None:
         """Record a key on its second call; a reason if there was no memory for it (nothing has run then)."""
-        if entry.recorded or entry.uncaptured is not None or threading.get_ident() not in entry.ran_on:
-            return None
-        return self.record(entry, args)
+        reason = None
+        if not entry.recorded and entry.uncaptured is None and threading.get_ident() in entry.ran_on:
+            reason = self.record(entry, args)
+        failed = entry.uncaptured or next((d.reason for d in entry.demoted.values()), None)
+        if failed is not None:
+            self.refuse_if_strict(failed)
+        return reason
 
     def record(self, entry: Entry, args: Sequence[Any]) -> Reason | None:
         """Record a key. A segment that fails is demoted; if all fail, the key runs uncaptured from then on (C7)."""
@@ -313,6 +372,7 @@ class CompiledGraph:
 
     def close(self) -> None:
         """Drop every recording and buffer; later calls run eagerly."""
+        self.closed = True
         with self.lock:
             self.entries.clear()
             self.reason = self.reason or Reason("disabled", "the graph was closed")

@@ -1,0 +1,245 @@
+"""``stats`` as numbers: what a test may expect of them, differences, JSON, and life after ``reset``."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graph_harness import compiled
+from torch import nn
+
+import torch_graph_backend as tgb
+from torch_graph_backend import registry
+from torch_graph_backend.errors import StatsMismatch
+from torch_graph_backend.shape_key import ShapeKey
+
+W = torch.randn(4, 4)
+
+
+def rows(n: int) -> torch.Tensor:
+    x = torch.randn(n, 4)
+    torch._dynamo.mark_dynamic(x, 0)
+    return x
+
+
+def function(x: torch.Tensor) -> torch.Tensor:
+    return F.softmax(F.linear(x, W), 0) @ W
+
+
+def broken(x: torch.Tensor) -> torch.Tensor:
+    y = F.linear(x, W).relu()
+    torch._dynamo.graph_break()
+    return F.linear(y, W).tanh()
+
+
+# --- expect -----------------------------------------------------------------------------------------------------------
+
+
+def test_expect_passes_and_gives_the_stats_back() -> None:
+    """Exact numbers and bounds, the bounds included."""
+    with compiled(function, buckets=[4, 8]) as g:
+        for n in (3, 3, 4, 9):
+            g(rows(n))
+        found = tgb.stats(g)
+    assert found.expect(graphs=1, calls=4, replays=2, first_calls=1, recordings=1, eager=1) is found
+    found.expect(min_replays=2, max_replays=2, max_padding_waste=found.padding_waste, min_eager=1, max_nbytes=1 << 40)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "problem"),
+    [
+        ({"replays": 3}, "replays: expected 3, got 2"),
+        ({"min_replays": 3}, "replays: expected at least 3, got 2"),
+        ({"max_replays": 1}, "replays: expected at most 1, got 2"),
+        ({"eager": 0}, "eager: expected 0, got 1"),
+        ({"graphs": 2}, "graphs: expected 2, got 1"),
+        ({"max_padding_waste": 0.05}, "padding_waste: expected at most 0.05, got 0.1667"),
+    ],
+)
+def test_expect_names_every_count_that_differs(wanted: dict[str, Any], problem: str) -> None:
+    """The message has the number wanted and the number found; below it the reasons, which say why."""
+    with compiled(function, buckets=[4]) as g:
+        for n in (3, 3, 4, 9):
+            g(rows(n))
+    with pytest.raises(StatsMismatch) as raised:
+        tgb.stats(g).expect(calls=4, **wanted)
+    assert isinstance(raised.value, AssertionError)
+    assert raised.value.problems == (problem,)
+    assert problem in str(raised.value).splitlines()[0]
+    assert "beyond-largest-bucket: L['x'].size()[0] is 9" in str(raised.value)
+
+
+def test_expect_names_all_of_them() -> None:
+    with pytest.raises(StatsMismatch) as raised:
+        tgb.stats().expect(graphs=1, min_replays=1, eager=0)
+    assert len(raised.value.problems) == 2
+
+
+@pytest.mark.parametrize("name", ["replay", "min_", "min_replay", "maxreplays", "keys"])
+def test_expect_refuses_a_name_that_counts_nothing(name: str) -> None:
+    """A typo that always passes would be a test that cannot fail."""
+    with pytest.raises(TypeError, match=f"no '{name}'; there are graphs, calls, replays"):
+        tgb.stats().expect(**{name: 0})
+
+
+# --- differences ------------------------------------------------------------------------------------------------------
+
+
+def test_a_difference_counts_what_happened_in_between() -> None:
+    """Totals, reasons, keys, waste and seconds of that part alone."""
+    with compiled(function, buckets=[4, 8]) as g:
+        for n in (3, 3, 9):
+            g(rows(n))
+        before = tgb.stats(g)
+        for n in (3, 4, 6, 6, 8):
+            g(rows(n))
+        part = tgb.stats(g) - before
+        assert (before.calls, tgb.stats(g).calls) == (3, 8)
+    part.expect(graphs=0, calls=5, replays=4, first_calls=1, recordings=1, eager=0)
+    assert part.reasons == {}
+    assert part.padding_waste == pytest.approx(1 - 27 / 32)
+    (keys,) = part.keys.values()
+    assert {k: (c.first_calls, c.replays) for k, c in keys.items()} == {ShapeKey(4): (0, 2), ShapeKey(8): (1, 2)}
+    assert part.seconds["normalise"] == part.seconds["plan"] == 0
+    assert part.seconds["record"] > 0
+    assert "4 replayed, 1 first calls, 0 eager" in str(part)
+
+
+def test_a_difference_of_nothing_is_nothing() -> None:
+    with compiled(function) as g:
+        g(rows(3))
+        part = tgb.stats(g) - tgb.stats(g)
+    part.expect(graphs=0, calls=0, recordings=0, padding_waste=0.0)
+    assert list(part.keys.values()) == [{}]
+
+
+def test_a_difference_keeps_models_apart_and_counts_new_graphs() -> None:
+    """Graphs are told apart by more than their place in the list: an older one may be gone by then."""
+    other = torch.compile(nn.Linear(4, 4), backend="bcg")
+    with compiled(function, buckets=[4]) as g:
+        other(torch.randn(2, 4))
+        g(rows(3))
+        before = tgb.stats()
+        for _ in range(2):
+            g(rows(3))
+        registry._graphs.pop(0)  # as if Dynamo had dropped it
+        g(rows(4))
+        part = tgb.stats() - before
+    part.expect(graphs=0, replays=3, first_calls=0)
+
+
+def test_measure_counts_inside_and_stops_there() -> None:
+    with compiled(function, buckets=[4]) as g:
+        g(rows(3))
+        with tgb.measure(g) as part:
+            g(rows(3))
+            part.stats.expect(calls=1)
+            g(rows(4))
+        g(rows(2))
+    part.stats.expect(replays=2, first_calls=0, eager=0, graphs=0)
+    with pytest.raises(RuntimeError, match="inside of a with"):
+        _ = tgb.measure().stats
+
+
+def test_measure_of_everything_counts_new_graphs() -> None:
+    with tgb.measure() as part, compiled(broken) as g:
+        g(torch.randn(3, 4))
+    part.stats.expect(graphs=2, first_calls=2)
+
+
+def test_an_exception_inside_is_not_swallowed() -> None:
+    with pytest.raises(ZeroDivisionError), tgb.measure() as part:
+        _ = 1 // 0
+    part.stats.expect(calls=0)
+
+
+# --- plain data -------------------------------------------------------------------------------------------------------
+
+
+def test_stats_as_json() -> None:
+    """The same numbers as the object, with the reason, its line and what changes it."""
+    with compiled(function, buckets=[4]) as g:
+        for n in (3, 3, 9):
+            g(rows(n))
+        found = tgb.stats(g)
+    data = json.loads(found.to_json())
+    assert data == json.loads(json.dumps(found.to_dict()))
+    assert (data["graphs"], data["calls"], data["replays"], data["first_calls"]) == (1, 3, 1, 1)
+    assert data["padding_waste"] == found.padding_waste == pytest.approx(0.25)
+    eager = data["eager"]["beyond-largest-bucket"]
+    assert (eager["count"], eager["soft"]) == (1, True)
+    assert eager["fix"] == "list a larger size in options['buckets']"
+    (graph,) = data["by_graph"]
+    assert graph["name"].startswith("function (test_stats.py:")
+    assert graph["keys"]["4"]["replays"] == 1
+    assert graph["keys"]["4"]["padding_waste"] == pytest.approx(0.25)
+    assert graph["keys"]["4"]["record_seconds"] > 0
+
+
+def test_a_snapshot_does_not_change() -> None:
+    with compiled(function) as g:
+        g(rows(3))
+        before = tgb.stats(g)
+        text = str(before)
+        for _ in range(3):
+            g(rows(3))
+    assert str(before) == text
+
+
+def test_bytes_come_from_the_graph() -> None:
+    """The recorder's figure is shown, and summed over graphs."""
+    with compiled(broken) as g:
+        g(torch.randn(3, 4))
+    for graph in registry.all_graphs():
+        graph.__dict__["nbytes"] = 3 << 20
+    found = tgb.stats()
+    assert found.nbytes == 6 << 20
+    assert "memory of recordings: 6.0 MiB" in str(found)
+    assert found.to_dict()["nbytes"] == 6 << 20
+
+
+# --- after reset ------------------------------------------------------------------------------------------------------
+
+
+def test_counts_survive_tgb_reset_and_go_on() -> None:
+    """The model lives on and answers eagerly: to lose its counts would hide exactly that."""
+    with compiled(function, buckets=[4]) as g:
+        for _ in range(3):
+            g(rows(3))
+        tgb.reset()
+        tgb.stats(g).expect(graphs=1, replays=2, first_calls=1, eager=0)
+        g(rows(3))
+        found = tgb.stats(g).expect(replays=2, eager=1)
+        assert found.reasons["disabled"].text == "the graph was closed"
+        assert tgb.stats().calls == 4
+        assert "runs eagerly: disabled: the graph was closed" in tgb.explain(g, rows(3))
+        assert tgb.plans(g) == []
+
+
+def test_counts_do_not_survive_dynamos_reset() -> None:
+    """Then nothing of it is compiled any more."""
+    with compiled(function) as g:
+        g(rows(3))
+        torch._dynamo.reset()
+        tgb.stats().expect(graphs=0, calls=0)
+        g(rows(3))
+        tgb.stats(g).expect(graphs=1, first_calls=1)
+
+
+def test_a_function_has_its_graphs_behind_graph_breaks_too() -> None:
+    """Dynamo gives the rest of a function a code object of its own."""
+
+    def other(x: torch.Tensor) -> torch.Tensor:
+        y = F.linear(x, W).relu()
+        torch._dynamo.graph_break()
+        return F.linear(y, W).tanh()
+
+    with torch.no_grad():
+        torch.compile(broken, backend="bcg")(torch.randn(3, 4))
+        torch.compile(other, backend="bcg")(torch.randn(3, 4))
+    tgb.stats(broken).expect(graphs=2, first_calls=2)
+    tgb.stats(other).expect(graphs=2, first_calls=2)
+    tgb.stats().expect(graphs=4)
