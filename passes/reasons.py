@@ -76,7 +76,7 @@ FIXES: dict[str, str] = {
     "not-strided": "pass plain strided tensors",
     "not-normalised": "report it with the plan; the text has the error",
     "python-value": "keep the value in a tensor",
-    "exact-symbol": "nothing to do for a growing cache or a size that depends on data; a cache of fixed length is captured",
+    "exact-symbol": "nothing to do for a growing cache or a data-dependent size; a cache of fixed length is captured",
     "padding": "keep the padded dimension fixed (torch._dynamo.mark_static), at the price of a graph a size",
     "derived-size": "keep the padded size a whole factor of a dimension: view(batch * length, -1), not n + 1",
     "mutation": "change memory on one side only: move the in-place operation, or write out of place",

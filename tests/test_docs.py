@@ -19,13 +19,18 @@ from pathlib import Path
 
 import pytest
 
+from torch_graph_backend import errors
 from torch_graph_backend.config import Config
-from torch_graph_backend.passes.reasons import CODES
+from torch_graph_backend.passes.reasons import CODES, SOFT
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 #: Page -> the name of the script that it forms.
-SCRIPTS = {"README.md": "readme.py", "docs/getting-started.md": "getting_started.py"}
+SCRIPTS = {
+    "README.md": "readme.py",
+    "docs/explain.md": "explain_page.py",
+    "docs/getting-started.md": "getting_started.py",
+}
 #: Symbol names are torch's, and the number of graphs is the model code's: the shown output is that of these versions.
 SHOWN_WITH = {"torch": "2.13.", "transformers": "5.24."}
 
@@ -117,7 +122,7 @@ def test_a_failing_example_fails_the_test(tmp_path: Path) -> None:
 
 def rows(text: str, heading: str) -> Iterator[list[str]]:
     """The cells of the first table below a heading, without its two head rows."""
-    lines = text[text.index(f"\n{heading}\n") :].splitlines()
+    lines = f"\n{text}"[f"\n{text}".index(f"\n{heading}\n") :].splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("|"))
     for line in lines[start + 2 :]:
         if not line.startswith("|"):
@@ -174,6 +179,20 @@ def test_reasons_lists_every_code_with_its_meaning() -> None:
     for code, (meaning, advice) in listed.items():
         assert meaning == CODES[code], code
         assert advice, f"{code}: nothing says what to do"
+
+
+def test_reasons_lists_the_soft_codes() -> None:
+    text = (ROOT / "docs" / "reasons.md").read_text(encoding="utf-8")
+    section = text.split("## Soft and hard")[1].split("\n## ")[0]
+    assert set(re.findall(r"`([a-z-]+)`", section)) == SOFT
+
+
+def test_errors_lists_every_class() -> None:
+    """Codes, classes and their order, so that a new error is found on the page."""
+    listed = list(rows((ROOT / "docs" / "errors.md").read_text(encoding="utf-8"), "# Errors"))
+    ours = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, errors.TorchGraphBackendError)]
+    assert [cells[:2] for cells in listed] == [[f"`{c.code}`", f"`{c.__name__}`"] for c in ours]
+    assert all(len(cells) == 4 and all(cells) for cells in listed)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)

@@ -14,6 +14,7 @@ from torch import nn
 import torch_graph_backend as tgb
 from torch_graph_backend import registry
 from torch_graph_backend.errors import StatsMismatch
+from torch_graph_backend.recorders.host import HostRecorder
 from torch_graph_backend.shape_key import ShapeKey
 
 W = torch.randn(4, 4)
@@ -190,15 +191,38 @@ def test_a_snapshot_does_not_change() -> None:
 
 
 def test_bytes_come_from_the_graph() -> None:
-    """The recorder's figure is shown, and summed over graphs."""
+    """What its keys had to allocate is shown, summed over graphs, and gone when they are closed."""
     with compiled(broken) as g:
-        g(torch.randn(3, 4))
-    for graph in registry.all_graphs():
-        graph.__dict__["nbytes"] = 3 << 20
-    found = tgb.stats()
-    assert found.nbytes == 6 << 20
-    assert "memory of recordings: 6.0 MiB" in str(found)
-    assert found.to_dict()["nbytes"] == 6 << 20
+        for _ in range(2):
+            g(torch.randn(300, 4))
+        found = tgb.stats()
+        held = [e.nbytes for graph in registry.all_graphs() for e in graph.entries.values()]
+        assert found.nbytes == sum(held) >= 300 * 4 * 4
+        assert f"memory of keys: {sum(held) / 2**20:.2f} MiB" in str(found)
+        assert found.to_dict()["nbytes"] == sum(held)
+        tgb.reset()
+        assert tgb.stats().nbytes == 0
+        assert (tgb.stats() - found).nbytes == -sum(held)
+
+
+def test_segments_that_could_not_be_recorded_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key that replays in part has the reason of the part that does not."""
+    real = HostRecorder.capture_one
+    count = iter(range(9))
+
+    def first_fails(self: HostRecorder, *args: Any) -> Any:
+        if next(count) == 0:
+            raise RuntimeError("not while recording")
+        return real(self, *args)
+
+    monkeypatch.setattr(HostRecorder, "capture_one", first_fails)
+    with compiled(function, buckets=[4]) as g:
+        for _ in range(3):
+            g(rows(3))
+        found = tgb.stats(g).expect(replays=2, eager=0)
+    assert "    key 4: capture-failed: segment 0 of key 4 could not be recorded: not while recording" in str(found)
+    (demoted,) = found.to_dict()["by_graph"][0]["keys"]["4"]["demoted"]
+    assert demoted.startswith("capture-failed: segment 0")
 
 
 # --- after reset ------------------------------------------------------------------------------------------------------

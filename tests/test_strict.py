@@ -131,9 +131,9 @@ def test_out_of_memory(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> torch.Tensor:
         raise MemoryError("no more")
 
-    with strict() as (g, _):
+    with strict(buckets=[4, 4096]) as (g, _):
         monkeypatch.setattr(HostRecorder, "allocate", full)
-        refused(code, lambda: g(rows(7)))
+        refused(code, lambda: g(rows(4000)))
 
 
 def with_input(graph: CompiledGraph, tensor: torch.Tensor) -> list[Any]:
@@ -225,6 +225,25 @@ def test_closed(code: str) -> None:
     with strict() as (g, _):
         tgb.reset()
         refused(code, lambda: g(rows(3)))
+
+
+def test_a_key_that_is_captured_in_part_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One segment that runs uncaptured at every call is something that is not captured."""
+    real = HostRecorder.capture_one
+    count = iter(range(9))
+
+    def first_fails(self: HostRecorder, *args: Any) -> Any:
+        if next(count) == 0:
+            raise RuntimeError("not while recording")
+        return real(self, *args)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, W).softmax(0) @ W
+
+    monkeypatch.setattr(HostRecorder, "capture_one", first_fails)
+    with strict(f) as (g, _):
+        for _ in range(2):
+            assert "segment 0" in str(refused("capture-failed", lambda: g(rows(3))))
 
 
 def test_another_thread_is_refused_for_its_own_call() -> None:

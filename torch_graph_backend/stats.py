@@ -22,6 +22,7 @@ from torch_graph_backend.shape_key import ShapeKey
 _SECONDS = ("normalise", "plan", "record")
 #: What ``expect`` takes, alone or after ``min_`` and ``max_``.
 _COUNTS = ("graphs", "calls", "replays", "first_calls", "recordings", "eager", "padding_waste", "nbytes")
+#: What a difference subtracts of a key; its memory and its demoted segments are as they are now.
 _KEY_FIELDS = ("first_calls", "replays", "record_seconds", "rows_real", "rows_computed")
 
 
@@ -100,6 +101,8 @@ class GraphStats:
                     "replays": c.replays,
                     "padding_waste": _waste(c.rows_real, c.rows_computed),
                     "record_seconds": c.record_seconds,
+                    "nbytes": c.nbytes,
+                    "demoted": [str(reason) for reason in c.demoted],
                 }
                 for k, c in sorted(self.keys.items(), key=lambda i: str(i[0]))
             },
@@ -110,8 +113,8 @@ class GraphStats:
 class Stats:
     """Counts over all graphs of a model. ``calls`` counts calls of compiled graphs (a model with graph breaks makes
     several a step); ``calls == replays + first_calls + sum(eager.values())``. ``padding_waste`` is the share of
-    computed rows that were padding, 0.0 to 1.0. ``seconds``: normalise, plan, record. ``nbytes``: memory that the
-    recordings hold now, as far as their recorder tells.
+    computed rows that were padding, 0.0 to 1.0. ``seconds``: normalise, plan, record. ``nbytes``: memory that had to be
+    allocated for the keys there are now, buffers and recordings; graphs of a device share it.
 
     ``limits``: a sentence for each code object that has as many graphs as Dynamo makes of one (further ones run without
     a backend, and uncounted).
@@ -227,9 +230,10 @@ class Stats:
                     f"{k}: {c.first_calls}+{c.replays}" for k, c in sorted(keys.items(), key=lambda i: str(i[0]))
                 )
                 lines.append(f"  {name}: keys (first calls + replays) {counts}")
+                lines += [f"    key {k}: {reason}" for k, c in keys.items() for reason in c.demoted]
         lines.append("  seconds: " + ", ".join(f"{k} {v:.2f}" for k, v in self.seconds.items()))
         if self.nbytes:
-            lines.append(f"  memory of recordings: {self.nbytes / 2**20:.1f} MiB")
+            lines.append(f"  memory of keys: {self.nbytes / 2**20:.2f} MiB")
         return "\n".join(lines)
 
 
@@ -275,7 +279,7 @@ def _waste(real: int, computed: int) -> float:
 
 
 def _key_since(now: KeyCount, before: KeyCount) -> KeyCount:
-    return KeyCount(*(getattr(now, f) - getattr(before, f) for f in _KEY_FIELDS))
+    return replace(now, **{f: getattr(now, f) - getattr(before, f) for f in _KEY_FIELDS})
 
 
 def _split(name: str) -> tuple[str, str]:
