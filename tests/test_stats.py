@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from typing import Any
 
@@ -267,3 +268,19 @@ def test_a_function_has_its_graphs_behind_graph_breaks_too() -> None:
     tgb.stats(broken).expect(graphs=2, first_calls=2)
     tgb.stats(other).expect(graphs=2, first_calls=2)
     tgb.stats().expect(graphs=4)
+
+
+def test_a_graph_goes_when_dynamo_drops_it() -> None:
+    """Without waiting for the garbage collector: its memory and its counts would linger. Dynamo calls our reset only
+    for backends that it has seen since its own last one."""
+    gc.collect()
+    gc.disable()
+    try:
+        with compiled(function) as g:
+            g(rows(3))
+            torch._dynamo.reset()
+            g(rows(3))
+            torch._dynamo.reset()
+        tgb.stats().expect(graphs=0)
+    finally:
+        gc.enable()

@@ -44,7 +44,7 @@ class Model(nn.Module):
 
 def state(model: Any) -> str:
     """Everything that a question must not change."""
-    entries = [(k, sorted(map(str, g.entries)), g.running) for k, g in enumerate(registry.all_graphs())]
+    entries = [(k, sorted(map(str, g.entries)), g.state.running) for k, g in enumerate(registry.all_graphs())]
     counted = {k: v for k, v in tgb.stats(model).to_dict().items() if k not in ("seconds", "by_graph")}
     frames = dict(torch._dynamo.utils.counters["frames"])
     return f"{entries} {counted} {frames}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -132,8 +133,10 @@ class _Compiler:
             self.graph.reason = self.graph.reason or Reason("normalise-failed", f"no plan could be made: {text}")
         if self.graph.reason is not None:
             log.info("%s: not captured: %s", self.name, self.graph.reason)
-        self.graph.unpin = self.unpin  # type: ignore[method-assign]
-        return self.graph
+        graph, proxy = self.graph, weakref.proxy(self.graph)
+        self.graph = proxy  # type: ignore[assignment]  # no cycle: a graph goes when Dynamo drops it
+        graph.unpin = self.unpin  # type: ignore[method-assign]
+        return graph
 
     def plan(self) -> None:
         start = time.perf_counter()
