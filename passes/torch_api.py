@@ -176,7 +176,7 @@ def cache_entries(code: CodeType) -> list[Any]:
 
 def backend_of(model: Any) -> Any:
     """The backend that a ``torch.compile`` wrapper (or a module after ``.compile()``) calls, as cache entries have it;
-    ``None`` if ``model`` is no wrapper. Raises ``LookupError`` if the wrapper is built otherwise (2.13 was read)."""
+    ``None`` if ``model`` is no wrapper. Raises ``LookupError`` for a wrapper that is not built as in 2.11 and 2.13."""
     context: Any = None
     wrapper: Any = None
     if isinstance(model, torch.nn.Module):
@@ -187,9 +187,10 @@ def backend_of(model: Any) -> Any:
         return None
     if context is None:
         context = getclosurevars(wrapper).nonlocals.get("self")
-    backend: Any = getattr(context, "callback", None)
+    callback: Any = getattr(context, "callback", None)
+    backend = callback
     while hasattr(backend, "_torchdynamo_orig_backend"):
         backend = backend._torchdynamo_orig_backend
-    if backend is None:
+    if backend is callback:
         raise LookupError("the backend of this wrapper cannot be found")
     return backend

@@ -89,8 +89,9 @@ def run(code: list[str], script: Path) -> list[str]:
 
 
 def stable(output: str) -> str:
-    """Output without what differs from run to run: seconds, and line numbers of other packages."""
+    """Output without what differs from run to run: seconds, bytes, and line numbers of other packages."""
     output = re.sub(r"\b(normalise|plan|record) \d+\.\d\d", r"\1 N", output)
+    output = re.sub(r"\bmemory of keys: \d+\.\d\d MiB", "memory of keys: N MiB", output)
     return re.sub(r"\b(modeling_\w+\.py):\d+", r"\1:N", output).strip()
 
 

@@ -320,9 +320,10 @@ class CompiledGraph:
         reason = None
         if not entry.recorded and entry.uncaptured is None and threading.get_ident() in entry.ran_on:
             reason = self.record(entry, args)
-        failed = entry.uncaptured or next((d.reason for d in entry.demoted.values()), None)
-        if failed is not None:
-            self.refuse_if_strict(failed)
+        if self.config.strict:
+            failed = entry.uncaptured or next((d.reason for d in entry.demoted.values()), None)
+            if failed is not None:
+                self.refuse_if_strict(failed)
         return reason
 
     def record(self, entry: Entry, args: Sequence[Any]) -> Reason | None:

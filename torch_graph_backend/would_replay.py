@@ -11,6 +11,7 @@ with a graph break, a function around the compiled one, hooks and several backen
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from types import CodeType, FunctionType, MethodType
@@ -111,11 +112,17 @@ def _graph_of(code: CodeType, scope: dict[str, Any]) -> tuple[CompiledGraph | No
     return None, broken
 
 
+@functools.lru_cache(4096)
+def _code(source: str) -> CodeType:
+    """A source as code: compiling it takes several times as long as reading what it names."""
+    return compile(source, "<source of an argument>", "eval")
+
+
 def _read(source: str | None, local: dict[str, Any], world: dict[str, Any]) -> Any:
     """The object that Dynamo's name for an argument means in this call."""
     if not source:
         raise _UnknownError("an argument of the graph has no source")
     try:
-        return eval(source, {"L": local, "G": world, "__builtins__": {}})
+        return eval(_code(source), {"L": local, "G": world, "__builtins__": {}})
     except Exception as error:
         raise _UnknownError(f"{source} cannot be read: {type(error).__name__}: {error}") from None
