@@ -304,8 +304,10 @@ def test_normalise_failed(code: str) -> None:
 
 
 @case("no-recorder")
-def test_no_recorder(code: str) -> None:
-    at_compile(code, lambda x: x @ x.t(), torch.empty(4, 4, device="meta"))
+def test_no_recorder(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device that is neither a CPU nor CUDA."""
+    monkeypatch.setattr("torch_graph_backend.backend.state_of", lambda _: Reason("no-recorder"))
+    assert at_compile(code, function, rows(5)).where.endswith(" in function")
 
 
 @case("symbol-unreadable")
