@@ -19,7 +19,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.flop_counter import FlopCounterMode
 
 import torch_graph_backend as tgb
-from torch_graph_backend import registry
+from torch_graph_backend import device_state, registry
 from torch_graph_backend.errors import StrictModeError
 from torch_graph_backend.passes.reasons import CODES, FIXES, SOFT, Reason
 from torch_graph_backend.recorders.host import HostRecorder
@@ -184,8 +184,9 @@ def test_dispatch_mode(code: str) -> None:
 
 
 @case("busy")
-def test_busy(code: str) -> None:
-    """The graph called from inside one of its own breaks."""
+def test_busy(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph called from inside one of its own breaks, deeper than there is memory for."""
+    monkeypatch.setattr(device_state, "MAX_DEPTH", 1)
     graphs: list[CompiledGraph] = []
     errors: list[StrictModeError] = []
 

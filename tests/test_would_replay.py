@@ -102,10 +102,12 @@ def test_a_module_its_wrapper_and_compile_in_place() -> None:
             assert agrees(g, rows(3), rest) == ""
             assert tgb.would_replay(registry.unwrap(g), rows(3), rest) is None
             assert agrees(g, rows(3), rest, negate=True) == "not-recorded"
-        answer = tgb.would_replay(wrapper, rows(3), rest)  # Dynamo shares the code of a class: the weights differ
-    assert answer is not None
-    assert answer.code == "not-recorded"
-    assert "['weight'] moved since the recording" in answer.text
+        assert agrees(wrapper, rows(3), rest) == ""  # Dynamo shares the code of a class: recordings are by weights
+        third = torch.compile(Model(), backend="bcg")
+        answer = tgb.would_replay(third, rows(3), rest)
+        assert answer is not None
+        assert "had no call yet with these weights" in answer.text
+        assert [agrees(third, rows(3), rest) for _ in range(3)] == ["not-recorded", "not-recorded", ""]
 
 
 def test_a_moved_buffer() -> None:
@@ -120,8 +122,45 @@ def test_a_moved_buffer() -> None:
         answer = tgb.would_replay(g, rows(3))
         assert answer is not None
         assert answer.code == "not-recorded"
-        assert "_buffers['shift'] moved" in answer.text
+        assert "had no call yet with these weights" in answer.text
         assert agrees(g, rows(3)) == "not-recorded"
+
+
+def test_a_cache_of_the_callers_that_moved() -> None:
+    """A tensor that segments change is read in place: a recording is of one address."""
+
+    def f(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+        cache.add_(1)
+        return F.linear(x, W) + cache
+
+    with compiled(f) as g:
+        cache = torch.zeros(3, 4)
+        assert [agrees(g, torch.ones(3, 4), cache) for _ in range(3)] == ["not-recorded", "not-recorded", ""]
+        answer = tgb.would_replay(g, torch.ones(3, 4), torch.zeros(3, 4))
+        assert answer is not None
+        assert answer.text == "L['cache'] moved since the recording"
+        assert torch.equal(cache, torch.full((3, 4), 3.0))
+
+
+def test_inside_of_a_break() -> None:
+    """Calls from inside of a break have recordings of their own; asking makes no memory for them."""
+    answers: list[Any] = []
+
+    @torch.library.custom_op("tgb_would_replay_test::ask", mutates_args=())
+    def ask(x: torch.Tensor) -> torch.Tensor:
+        answers.append(tgb.would_replay(inner, rows(3)))
+        return x + 1
+
+    ask.register_fake(torch.empty_like)
+    inner = torch.compile(function, backend="bcg")
+    with torch.no_grad():
+        for _ in range(2):
+            inner(rows(3))
+        assert tgb.would_replay(inner, rows(3)) is None
+        torch.compile(lambda x: ask(F.linear(x, W)) @ W, backend="bcg")(rows(3))
+    (answer,) = answers
+    assert answer.code == "not-recorded"
+    assert registry.all_graphs()[0].state.inner is None
 
 
 def test_a_closure() -> None:
