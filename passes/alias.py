@@ -211,11 +211,17 @@ def is_random(node: Node) -> bool:
     return True
 
 
-def analyse_aliases(graph: Graph, is_effect: Callable[[Node], bool] = has_hidden_effects) -> Aliasing:
+def analyse_aliases(
+    graph: Graph,
+    is_effect: Callable[[Node], bool] = has_hidden_effects,
+    touches_state: Callable[[Node], bool] = lambda _: False,
+) -> Aliasing:
     """Sets, writers and memory order of a normalised graph (changes the graph: see the module docstring).
 
     ``is_effect(node)``: operations that keep their order among each other, and that writes to the caller's memory must
     not overtake either way: if one raises, the caller sees what eager code would have left.
+    ``touches_state(node)``: operations that may change weights and buffers without being given them (the method of a
+    module): what reads those stays on its side of the operation.
     """
     resolve_inplace_results(graph)
     parent: dict[Node, Node] = {}
@@ -241,7 +247,30 @@ def analyse_aliases(graph: Graph, is_effect: Callable[[Node], bool] = has_hidden
     writes = {n: w for n, w in writes.items() if w}
     caller = {s for n, s in set_of.items() if n.op in ("placeholder", "get_attr")}
     order, version = _memory_order(graph, set_of, writes, caller, is_effect)
+    _keep_sides(graph, set_of, order, touches_state)
     return Aliasing(set_of, {s: tuple(m) for s, m in members.items()}, writes, order, version)
+
+
+def _keep_sides(
+    graph: Graph,
+    set_of: dict[Node, int],
+    order: dict[Node, tuple[Node, ...]],
+    touches_state: Callable[[Node], bool],
+) -> None:
+    """Add to ``order``: nothing that touches weights, buffers or constants passes an operation that may change them."""
+    state = {s for n, s in set_of.items() if n.op == "get_attr" or (n.op == "placeholder" and n.meta.get("static"))}
+    last: Node | None = None
+    since: list[Node] = []
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if touches_state(node):
+            order[node] = tuple(dict.fromkeys((*order.get(node, ()), *since)))
+            last, since = node, []
+        elif any(set_of.get(a) in state for a in node.all_input_nodes):
+            since.append(node)
+            if last is not None:
+                order[node] = tuple(dict.fromkeys((*order.get(node, ()), last)))
 
 
 def _memory_order(

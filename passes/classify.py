@@ -16,7 +16,7 @@ So a view and an in-place op must run on the same side as what they alias:
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import sympy
@@ -73,6 +73,7 @@ class _Work:
     outputs: list[Node]
     moving: frozenset[str]
     min_kernels: int
+    borrows: Callable[[Node], bool]
     eager: dict[Node, Reason] = field(default_factory=dict)
     host: set[Node] = field(default_factory=set)
     bucketed: list[sympy.Symbol] = field(default_factory=list)
@@ -95,13 +96,17 @@ def classify(
     moving: frozenset[str] = frozenset(),
     min_kernels: int = 2,
     view_outputs: bool = False,
+    borrows: Callable[[Node], bool] = lambda _: False,
+    touches_state: Callable[[Node], bool] = lambda _: False,
 ) -> Classified:
     """Verdicts, phases and layouts of a normalised graph. ``moving`` names inputs that must not be pinned;
-    ``view_outputs``: the caller gets outputs in the memory of the recording, without a copy."""
-    aliasing = analyse_aliases(normal.graph, lambda n: has_hidden_effects(n) or is_break(n) is not None)
+    ``view_outputs``: the caller gets outputs in the memory of the recording, without a copy. ``borrows(node)``: an
+    operation with effects that keeps none of its arguments. ``touches_state(node)``: one that may read or change
+    weights and buffers that it is not given."""
+    aliasing = analyse_aliases(normal.graph, lambda n: has_hidden_effects(n) or is_break(n) is not None, touches_state)
     calls = [n for n in normal.graph.nodes if n.op == "call_function"]
     output = next(n for n in normal.graph.nodes if n.op == "output")
-    work = _Work(normal, aliasing, calls, list(output.all_input_nodes), moving, min_kernels)
+    work = _Work(normal, aliasing, calls, list(output.all_input_nodes), moving, min_kernels, borrows)
     _host_and_unsafe(work, device, is_break)
     symbols = classify_symbols(normal.graph, normal.placeholders, aliasing, work.eager)
     _exact_sizes(work, symbols)
@@ -244,7 +249,8 @@ def _private(work: _Work, view_outputs: bool) -> frozenset[Node]:
     """Captured values of which eager code or the caller must get a copy of their own."""
     eager_written = {s for n, sets in work.aliasing.writes.items() if n in work.eager for s in sets}
     shown = {work.aliasing.set_of[o] for o in work.outputs if o in work.aliasing.set_of}
-    keepers = [n for n in work.eager if has_hidden_effects(n)]  # user code may hold on to what it is given
+    # User code may hold on to what it is given, unless it promises not to.
+    keepers = [n for n in work.eager if has_hidden_effects(n) and not work.borrows(n)]
     kept = {work.aliasing.set_of[a] for n in keepers for a in n.all_input_nodes if a in work.aliasing.set_of}
     copied = eager_written | kept | (set() if view_outputs else shown)
     return frozenset(n for n, s in work.aliasing.set_of.items() if s in copied)

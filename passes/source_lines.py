@@ -1,4 +1,4 @@
-"""The user's line behind a node: the innermost stack frame that is not PyTorch's own code."""
+"""The user's line behind a node: the innermost stack frame that is neither PyTorch's own code nor a break op's."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ from torch.fx import Node
 
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<func>\S+)\n\s*(?P<code>[^\n]*)')
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+#: Files of this package that stand between the user's call of a break op and the operation.
+_OURS = ("break_define.py", "break_adopt.py")
+
+
+def _is_users(file: str) -> bool:
+    return not file.startswith(_TORCH) and not (file.endswith(_OURS) and f"torch_graph_backend{os.sep}" in file)
 
 
 def user_line(stack_trace: str | None) -> str:
@@ -20,7 +26,7 @@ def user_line(stack_trace: str | None) -> str:
     frames = list(_FRAME.finditer(stack_trace or ""))
     if not frames:
         return ""
-    frame = next((f for f in reversed(frames) if not f["file"].startswith(_TORCH)), frames[-1])
+    frame = next((f for f in reversed(frames) if _is_users(f["file"])), frames[-1])
     return f"{os.path.basename(frame['file'])}:{frame['line']} in {frame['func']}: {frame['code'].strip()}"
 
 

@@ -7,7 +7,7 @@ import from a private torch module; a new torch version is checked by reading th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from inspect import getclosurevars
 from types import CodeType
 from typing import Any
@@ -37,11 +37,13 @@ __all__ = [
     "allocate_to_pool",
     "backend_of",
     "cache_entries",
+    "below_autograd",
     "clear_cublas_workspaces",
     "compile_id",
     "cuda_alias",
     "cuda_bytes",
     "data_ptrs_equal",
+    "destroy_library",
     "dispatch_mode_active",
     "enable_python_dispatcher",
     "end_allocate_to_pool",
@@ -49,6 +51,7 @@ __all__ = [
     "exit_autocast",
     "free_unbacked_symbols",
     "is_composite",
+    "is_in_graph",
     "log_api_usage",
     "make_fx",
     "map_aggregate",
@@ -194,3 +197,21 @@ def backend_of(model: Any) -> Any:
     if backend is callback:
         raise LookupError("the backend of this wrapper cannot be found")
     return backend
+
+
+def below_autograd(op: OpOverload, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Go on with a call of ``op`` under autograd: what a kernel for the key ``Autograd`` does that records nothing."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+
+
+def destroy_library(library: torch.library.Library) -> None:
+    """Take back everything that ``library`` defined, so that its names can be defined again."""
+    library._destroy()
+
+
+def is_in_graph(function: Callable[..., Any]) -> bool:
+    """Whether Dynamo writes a call of ``function`` into the graph as it is, instead of tracing into it."""
+    from torch._dynamo import trace_rules, variables
+
+    return trace_rules.lookup(function) is variables.TorchInGraphFunctionVariable

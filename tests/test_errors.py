@@ -16,6 +16,7 @@ from torch_graph_backend.errors import (
     BridgeMismatch,
     CaptureError,
     MemoryFault,
+    MissingFake,
     NothingToRecord,
     ReplayError,
     StatsMismatch,
@@ -36,6 +37,11 @@ EXAMPLES = [
     (BadBuckets("decode.bs", -3, "is not positive"), "BCG103", ["decode.bs", "-3", "is not positive"]),
     (StrictModeError(REASON, "forward"), "BCG201", ["forward", "data-dependent", "at model.py:7", "keep n on"]),
     (BreakOpError("ns::op", "it has no fake", fix="register one"), "BCG301", ["'ns::op'", "no fake", "register one"]),
+    (
+        MissingFake("ns::op", ["@op.register_fake", "def _(q):", "    return q"]),
+        "BCG302",
+        ["'ns::op'", "no fake", "def _"],
+    ),
     (ReplayError("bucket 8"), "BCG401", ["bucket 8", "cleaned up"]),
     (CaptureError("aten.item", "it waits for the device"), "BCG402", ["aten.item", "it waits", "fix: "]),
     (NothingToRecord(["f 8: grad: x"]), "BCG404", ["nothing was recorded", "f 8: grad: x"]),
@@ -60,7 +66,7 @@ def test_every_class_has_an_example_and_a_code_of_its_own():
 def test_text(error, code, parts):
     assert error.code == code
     assert str(error).startswith(f"[{code}] ")
-    assert ("\n" in str(error)) == isinstance(error, StatsMismatch)
+    assert ("\n" in str(error)) <= isinstance(error, (StatsMismatch, MissingFake))
     for part in parts:
         assert part in str(error)
 

@@ -4,7 +4,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from torch_graph_backend.ahead import capture
 from torch_graph_backend.backend import bcg, close, reset
-from torch_graph_backend.break_ops import break_ops, register_break_op, unregister_break_op
+from torch_graph_backend.break_ops import Registered, break_op, break_ops, register_break_op, unregister_break_op
 from torch_graph_backend.debug import debug_dir
 from torch_graph_backend.errors import TorchGraphBackendError
 from torch_graph_backend.explain import Explanation, explain, plans
@@ -12,6 +12,7 @@ from torch_graph_backend.passes.reasons import Reason
 from torch_graph_backend.plan import Plan
 from torch_graph_backend.shape_key import ShapeKey
 from torch_graph_backend.stats import Stats, measure, stats
+from torch_graph_backend.step import Step, current_step
 from torch_graph_backend.would_replay import would_replay
 
 try:
@@ -23,13 +24,17 @@ __all__ = [
     "Explanation",
     "Plan",
     "Reason",
+    "Registered",
     "ShapeKey",
     "Stats",
+    "Step",
     "TorchGraphBackendError",
     "bcg",
+    "break_op",
     "break_ops",
     "capture",
     "close",
+    "current_step",
     "debug_dir",
     "explain",
     "measure",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,13 +32,16 @@ from torch_graph_backend.passes.torch_api import TracingContext, reset_with_dyna
 from torch_graph_backend.plan import Plan
 from torch_graph_backend.plan_build import build_plan
 from torch_graph_backend.runner import CompiledGraph
+from torch_graph_backend.step import stepped
 
 
 def bcg(
     gm: GraphModule, example_inputs: Sequence[Any], *, options: Any = None, mode: str | None = None
-) -> CompiledGraph:
+) -> Callable[..., Any]:
     """Compile one Dynamo graph. ``options``: see ``torch_graph_backend.config.Config``. Raises only for wrong options
-    and, under ``strict``, if nothing can be captured (with ``"ops"``: if any operation but a break op cannot)."""
+    and, under ``strict``, if nothing can be captured (with ``"ops"``: if any operation but a break op cannot). Returns a
+    ``CompiledGraph``, or, if a break op of the graph has a ``prepare``, a function that runs it and calls the
+    ``CompiledGraph``."""
     config = Config.parse(options, mode)
     codes = TracingContext.get_traced_code() or []
     reset_with_dynamo(bcg)
@@ -50,7 +53,7 @@ def bcg(
     reason = _left_eager(graph)
     if reason is not None:
         raise StrictModeError(reason, f"all of {graph.name}")
-    return graph
+    return stepped(graph, gm)
 
 
 def _with_line(graph: CompiledGraph, reason: Reason) -> Reason:
@@ -133,6 +136,7 @@ class _Compiler:
             self.graph.reason = self.graph.reason or Reason("normalise-failed", f"no plan could be made: {text}")
         if self.graph.reason is not None:
             log.info("%s: not captured: %s", self.name, self.graph.reason)
+        self.is_break.report(self.name)
         graph, proxy = self.graph, weakref.proxy(self.graph)
         self.graph = proxy  # type: ignore[assignment]  # no cycle: a graph goes when Dynamo drops it
         graph.unpin = self.unpin  # type: ignore[method-assign]
@@ -157,6 +161,8 @@ class _Compiler:
             moving=self.moving,
             min_kernels=self.config.min_segment_kernels,
             view_outputs=views,
+            borrows=self.is_break.borrows,
+            touches_state=self.is_break.touches_state,
         )
         plan = build_plan(self.name, device, normal, classified, views)
         found = state_of(device)

@@ -21,6 +21,7 @@ import sympy
 import torch
 from torch.fx import Node
 
+from torch_graph_backend.break_calls import Check, FirstCall, callee
 from torch_graph_backend.passes.capturable import is_size
 from torch_graph_backend.passes.normalize import NormalGraph
 from torch_graph_backend.passes.symbols import expr_of
@@ -68,6 +69,9 @@ def generate(plan: Plan, normal: NormalGraph) -> Program:
     parts = [writer.step(s) for s in plan.steps] + [writer.driver(), writer.sizes()]
     source = "\n".join(parts)
     scope = _execute(source, dict(writer.bound))
+    for first in writer.breaks.values():
+        if first is not None:
+            first.place(scope, writer.by_id[id(first)])
     steps = tuple(scope[f"step_{s.index}"] for s in plan.steps)
     return Program(source, steps, scope["run"], scope["sizes_of"])
 
@@ -78,6 +82,7 @@ class _Writer:
         self.nodes = {n.name: n for n in normal.graph.nodes}
         self.bound: dict[str, Any] = {}
         self.by_id: dict[int, str] = {}
+        self.breaks: dict[Any, FirstCall | None] = {}
         self.symbols = [s.name for s in plan.symbols]
 
     # -- names ---------------------------------------------------------------------------------------------------
@@ -146,6 +151,9 @@ class _Writer:
                 lines += [f"    {'    ' * i}with {self.autocast(r)}:" for i, r in enumerate(regions)]
             indent = "    " * (1 + len(regions))
             lines.append(f"{indent}{node.name} = {self.call(node)}")
+            check = self.check(node)
+            if check is not None:
+                lines.append(f"{indent}{check}")
             if last.get(node):
                 lines.append(f"{indent}del {', '.join(last[node])}")
         inner = ", ".join(step.outputs)
@@ -175,9 +183,23 @@ class _Writer:
         target = node.target
         if getattr(target, "__name__", "") == "getitem" and target.__module__ in ("_operator", "operator"):
             return f"{self.text(node.args[0])}[{self.text(node.args[1])}]"
+        found = self.breaks[target] if target in self.breaks else self.breaks.setdefault(target, callee(node))
+        target = target if found is None else found
         hint = str(target) if isinstance(target, OpOverload) else getattr(target, "__name__", type(target).__name__)
         args = [self.text(a) for a in node.args] + [f"{k}={self.text(v)}" for k, v in node.kwargs.items()]
         return f"{self.bind(target, hint)}({', '.join(args)})"
+
+    def check(self, node: Node) -> str | None:
+        """A statement that compares the results of a break op with what its fake implementation promised."""
+        if self.breaks.get(node.target) is None:
+            return None
+        return Check(node, self.dim, self.bind).line()
+
+    def dim(self, size: Any) -> str | None:
+        """Source of a size; None if only the data knows it."""
+        expr = expr_of(size)
+        known = all(str(s) in self.symbols for s in getattr(expr, "free_symbols", ()))
+        return size_code(expr) if known else None
 
     # -- driver --------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,13 @@ _TORCH_OPTIONS = frozenset({"guard_filter_fn", "use_aoti"})
 Check = Callable[[str, Any], Any]
 
 
+@dataclass(frozen=True)
+class Without:
+    """An entry of ``break_ops`` that is no break in this compile, though it is registered."""
+
+    target: Any
+
+
 def _positive(name: str, value: Any) -> int:
     """An int >= 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -76,8 +83,16 @@ def _phase_backend(name: str, value: Any) -> str:
 
 
 def _break_ops(name: str, value: Any) -> tuple[Any, ...]:
-    """Names and callables (functions, op overloads, higher-order ops), without duplicates, in the order given."""
-    accepted = "a list of op names ('namespace::op'), ops or functions"
+    """Names and callables (functions, op overloads, higher-order ops), without duplicates, in the order given.
+
+    A dict says for each whether it is a break in this compile: those that are not become ``Without``.
+    """
+    accepted = "a list of op names ('namespace::op'), ops or functions, or a dict of them to True or False"
+    if isinstance(value, Mapping):
+        if not all(isinstance(chosen, bool) for chosen in value.values()):
+            raise BadOption(name, value, accepted)
+        chosen = _break_ops(name, list(value))
+        return tuple(op if value[op] else Without(op) for op in chosen)
     if not isinstance(value, (list, tuple)):
         raise BadOption(name, value, accepted)
     for op in value:
@@ -204,7 +219,8 @@ class Config:
     * ``decode``, ``prefill`` (dict; default {}): see ``PhaseConfig``.
     * ``phase`` ("decode" | "prefill" | None; default None): which phase this compile serves; its sizes become the
       buckets. Excludes a list of ``buckets``.
-    * ``break_ops`` (list of op names, ops or functions; default []): run eagerly, between segments, in this compile.
+    * ``break_ops`` (list of op names, ops or functions, or a dict of them to bool; default []): run eagerly, between
+      segments, in this compile. In a dict, False takes a registered one back for this compile.
     * ``min_segment_kernels`` (int >= 1; default 2): a segment with fewer kernels runs eagerly.
     * ``enabled`` (bool; default True): False runs everything eagerly.
     * ``strict`` (bool | "ops"; default False): True raises StrictModeError for a call that would run eagerly, and for a
@@ -264,6 +280,10 @@ class Config:
             changed[phase] = changed[phase].to_dict(phase)
         for name in {"buckets", "break_ops"} & changed.keys():
             changed[name] = list(changed[name])
+        without = [op for op in changed.get("break_ops", ()) if isinstance(op, Without)]
+        if without:
+            ops = changed["break_ops"]
+            changed["break_ops"] = {op.target if isinstance(op, Without) else op: op not in without for op in ops}
         if self.named_buckets:
             changed["buckets"] = {name: list(sizes) for name, sizes in self.named_buckets}
         return changed

@@ -1,9 +1,9 @@
 """Every exception this package raises on purpose: one class a cause, one stable code a class.
 
 Contract: ``str(error)`` is one line, ``[code] message; at file.py:12; fix: what to change``, where the last two parts
-appear when they are known (``StatsMismatch`` alone has the stats on further lines). A ``code`` never changes its
-meaning. Errors hold strings only, never tensors or option values, so they can be pickled (a worker process may send one
-home) and keep no memory alive.
+appear when they are known (``StatsMismatch`` alone has the stats, ``MissingFake`` lines of code on further lines). A
+``code`` never changes its meaning. Errors hold strings only, never tensors or option values, so they can be pickled (a
+worker process may send one home) and keep no memory alive.
 
 Raised while ``torch.compile`` compiles, an error reaches the user inside
 ``torch._dynamo.exc.BackendCompilerFailed``, whose ``inner_exception`` is the error itself.
@@ -146,6 +146,26 @@ class BreakOpError(TorchGraphBackendError):
         self.op = op
         self.problem = problem
         super().__init__(self.template.format(op=op, problem=problem), where=where, fix=fix)
+
+    def __repr__(self) -> str:  # Dynamo shows the repr of what an op raises while it is traced
+        return f"{type(self).__name__}: {self}"
+
+
+class MissingFake(BreakOpError):  # noqa: N818 (the name is the cause)
+    """A break op was compiled without a fake implementation, which says what its results look like.
+
+    ``lines`` are the lines of code to add. They stand in the text one below the other: this text has several lines.
+    """
+
+    code = "BCG302"
+
+    def __init__(self, op: str, lines: Iterable[str], *, where: str = "") -> None:
+        self.lines = tuple(lines)
+        problem = "has no fake implementation, so its results are not known while compiling"
+        super().__init__(op, problem, where=where, fix="add")
+
+    def __str__(self) -> str:
+        return "\n    ".join([f"{super().__str__()}:", *self.lines])
 
 
 class ReplayError(TorchGraphBackendError, RuntimeError):
