@@ -28,6 +28,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 #: Page -> the name of the script that it forms.
 SCRIPTS = {
     "README.md": "readme.py",
+    "docs/break-ops.md": "break_ops_page.py",
     "docs/explain.md": "explain_page.py",
     "docs/getting-started.md": "getting_started.py",
 }
