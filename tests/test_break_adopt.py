@@ -113,6 +113,13 @@ def test_a_module_class_is_one_operation_with_its_weights_read_when_it_runs() ->
     assert eager_ops(model, X) == {}
 
 
+def test_a_method_is_refused() -> None:
+    """Dynamo takes methods from their class without asking, so a registration would never match."""
+    with pytest.raises(BreakOpError, match=r"Inner\.forward.*is a method.*decorate it"):
+        tgb.register_break_op(Inner.forward, fake=fake)
+    assert tgb.break_ops() == ()
+
+
 def test_module_classes_of_pytorch_stay_as_they_are() -> None:
     with pytest.raises(BreakOpError, match="PyTorch's own class"):
         tgb.register_break_op(nn.Linear, fake=fake)

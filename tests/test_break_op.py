@@ -254,6 +254,37 @@ def test_a_method_keeps_to_its_instance() -> None:
             assert tgb.stats(g).replays >= 1
 
 
+class Table(nn.Module):
+    """Products with a buffer on both sides of a method that changes it, which nothing else puts in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4)
+        self.register_buffer("table", torch.eye(4))
+
+    @tgb.break_op(fake=lambda self, q: torch.empty_like(q))
+    def learn(self, q: Tensor) -> Tensor:
+        self.table += q.mean()
+        return q * 2
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        h = self.learn(self.lin(x))
+        after = x @ self.table
+        again = self.learn(self.lin(h))
+        return h, after, self.lin(again), x @ self.table
+
+
+def test_what_reads_a_buffer_stays_on_its_side_of_a_method() -> None:
+    ours, eager = Table(), Table()
+    eager.load_state_dict(ours.state_dict())
+    with compiled(ours) as g:
+        for _ in range(4):
+            x = torch.randn(3, 4)
+            assert_same(g(x), eager(x))
+            assert_same(ours.table, eager.table)
+        assert tgb.stats(g).replays == 3
+
+
 def test_a_method_of_a_copy_is_the_copys() -> None:
     import copy
 
@@ -286,6 +317,20 @@ def test_a_method_of_an_object_that_is_no_module() -> None:
         fresh = torch.compile(lambda x: Holder().times(x), backend="bcg")
         with pytest.raises(Exception, match="made inside the compiled code"):
             fresh(x)
+
+
+class Stateless:
+    @tgb.break_op(fake=lambda self, q: torch.empty_like(q))
+    def double(self, q: Tensor) -> Tensor:
+        return q * 2
+
+
+def test_a_method_of_an_object_without_attributes() -> None:
+    this, w = Stateless(), torch.randn(4, 4)
+    with compiled(lambda x: this.double(x @ w) @ w) as g:
+        for _ in range(3):
+            x = torch.randn(3, 4)
+            assert_same(g(x), (x @ w * 2) @ w)
 
 
 def test_an_object_without_weak_references_is_refused() -> None:

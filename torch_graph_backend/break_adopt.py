@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from torch_graph_backend.break_define import BreakOp, define, substitute
+from torch_graph_backend.break_define import BreakOp, define, in_class, substitute
 from torch_graph_backend.errors import BreakOpError
 
 #: Everything adopted so far: Dynamo's substitution of a function cannot be taken back, so it is made once.
@@ -31,6 +31,9 @@ def adopt(target: Any, settings: dict[str, Any]) -> Callable[[], None]:
     """Make ``target`` an operation. ``settings`` are those of ``break_op``; ``fake`` is needed."""
     is_class = isinstance(target, type)
     function = target.forward if is_class else target
+    if not is_class and in_class(function):
+        fix = "decorate it with @tgb.break_op, or register the class if it is a module's forward"
+        raise BreakOpError(function.__qualname__, "is a method, which Dynamo takes from its class", fix=fix)
     if settings.get("fake") is None:
         parameters = [p.name for p in inspect.signature(function).parameters.values()]
         first = next((p for p in parameters if p != "self"), "...")

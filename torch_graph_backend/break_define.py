@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from torch_graph_backend.break_self import handle_of, instance
+from torch_graph_backend.break_self import instance, number_at
 from torch_graph_backend.errors import BreakOpError, MissingFake
 from torch_graph_backend.passes.torch_api import OpOverload, below_autograd, destroy_library
 
@@ -159,6 +159,12 @@ def is_method(function: Callable[..., Any]) -> bool:
     """Whether the first parameter is a bare ``self``."""
     first = next(iter(inspect.signature(function).parameters.values()), None)
     return first is not None and first.name == "self" and first.annotation is inspect.Parameter.empty
+
+
+def in_class(function: Callable[..., Any]) -> bool:
+    """Whether a function was written in the body of a class."""
+    parent = function.__qualname__.rpartition(".")[0]
+    return bool(parent) and not parent.endswith("<locals>")
 
 
 def _twin(function: Any) -> types.FunctionType:
@@ -306,19 +312,18 @@ def substitute(op: BreakOp) -> Callable[..., Any]:
         return op.active
 
     @torch.compiler.assume_constant_result
-    def number(this: Any) -> int:
-        return handle_of(this, op.name)
+    def number(address: int) -> int:
+        return number_at(address, op.name)
 
     def traced(*args: Any, **kwargs: Any) -> Any:
         return overload(*args, **kwargs) if active() else plain(*args, **kwargs)
 
     def traced_method(this: Any, *args: Any, **kwargs: Any) -> Any:
-        return overload(number(this), *args, **kwargs) if active() else plain(this, *args, **kwargs)
+        return overload(number(id(this)), *args, **kwargs) if active() else plain(this, *args, **kwargs)
 
     wanted = traced_method if op.method else traced
     torch.compiler.substitute_in_graph(function, skip_signature_check=True)(wanted)
-    parent = function.__qualname__.rpartition(".")[0]
-    if not op.method and (not parent or parent.endswith("<locals>")):
+    if not op.method and not in_class(function):
         return function
 
     @functools.wraps(function)

@@ -1,12 +1,15 @@
 """Numbers for the instances whose methods are break ops: an operator takes a number, the step finds the object.
 
-Contract. A number belongs to one object for as long as the process lives; the object is held weakly. Dynamo asks for
-the number while it compiles and guards on the object's identity, so a copy of a module, or another instance, is
-compiled with a number of its own and never runs on the first one's state.
+Contract. A number belongs to one object for as long as the process lives; the object is held weakly. While it compiles,
+Dynamo evaluates ``id(self)``, guards on the object's identity, and asks for the number of the object at that address:
+a copy of a module, or another instance, is compiled with a number of its own and never runs on the first one's state.
+(The address, because not every supported Dynamo hands an object itself to a function that it calls while tracing.) An
+object that the compiled code makes does not exist yet while tracing: that is an error.
 """
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import weakref
 from typing import Any
@@ -19,17 +22,20 @@ _instances: dict[int, weakref.ref[Any]] = {}
 _known: dict[int, int] = {}
 
 
+def number_at(address: int, op: str) -> int:
+    """The number of the object that lives at ``address``, which the caller knows to be alive."""
+    this = ctypes.cast(address, ctypes.py_object).value
+    if type(this).__module__.startswith("torch._dynamo"):  # the tracer's own stand-in for an object to come
+        problem = "the object that it is called on is made inside the compiled code"
+        raise BreakOpError(op, problem, fix="make the object before, or pass what is needed to a function")
+    return handle_of(this, op)
+
+
 def handle_of(this: Any, op: str) -> int:
-    """The number of an object; called while compiling, with the real object."""
+    """The number of an object."""
     known = _known.get(id(this))
     if known is not None and _instances[known]() is this:
         return known
-    if not getattr(this, "__dict__", None):
-        # An object that the compiled code makes itself reaches us without what its constructor gave it.
-        problem = (
-            f"the {type(this).__name__} that it is called on has no attributes, or is made inside the compiled code"
-        )
-        raise BreakOpError(op, problem, fix="make the object before, or pass what is needed as arguments of a function")
     number = next(_numbers)
 
     def forget(_: Any, key: int = id(this), number: int = number) -> None:
