@@ -65,7 +65,8 @@ def careful(op: BreakOp, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _memory(t: torch.Tensor) -> int:
-    return t.untyped_storage().data_ptr() if t.layout is torch.strided else 0
+    plain = type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout is torch.strided
+    return t.untyped_storage().data_ptr() if plain else 0
 
 
 class Check:
