@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -245,6 +246,7 @@ def test_ddp(device: str, process_group: None, order: str) -> None:
 
 
 def in_threads(works: list[Callable[[], None]]) -> None:
+    """All at once, with Python switching between them as often as it can."""
     errors: list[BaseException] = []
 
     def guarded(work: Callable[[], None]) -> None:
@@ -255,39 +257,52 @@ def in_threads(works: list[Callable[[], None]]) -> None:
             errors.append(error)
 
     threads = [threading.Thread(target=guarded, args=(work,)) for work in works]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+    finally:
+        sys.setswitchinterval(interval)
     if errors:
         raise errors[0]
 
 
-@pytest.mark.parametrize("shared", [True, False], ids=["one model", "a model each"])
-def test_threads_from_the_first_call_on(device: str, shared: bool) -> None:
-    """Nothing is compiled before: first calls, recordings and replays of four threads meet each other."""
-    seeds = [1, 1, 1, 1] if shared else [1, 4, 7, 10]
-    made = {seed: Plain(seed).to(device) for seed in set(seeds)}
-    fast = {seed: compiled(m) for seed, m in made.items()}
+@pytest.mark.parametrize("how", ["one model", "a model each", "copies of a model"])
+def test_threads(device: str, how: str) -> None:
+    """First calls, recordings and replays of four threads meet each other; copies share a graph, but not weights."""
+    if how == "one model":
+        models = [Plain(1).to(device)] * 4
+    else:
+        models = [Plain(k, 6 + k if how == "a model each" else 6).to(device) for k in range(4)]
+    fast = {id(m): compiled(m) for m in models}
     # Made beforehand: random CUDA calls of other threads raise while one records, on torch 2.11.
-    data = [[whole(n, H, device=device, seed=17 * k + i) for i, n in enumerate(SIZES * 2)] for k in range(4)]
-    wanted = [[made[s](x).detach() for x in xs] for s, xs in zip(seeds, data, strict=True)]
+    data = [[whole(n, H, device=device, seed=17 * k + i) for i, n in enumerate(SIZES * 4)] for k in range(4)]
+    wanted = [[m(x).detach() for x in xs] for m, xs in zip(models, data, strict=True)]
+    compile_first = {id(m): m for m in models}
+    with torch.no_grad():
+        for m in compile_first.values():
+            fast[id(m)](whole(5, H, device=device))
+    together = threading.Barrier(4)
 
     def work(k: int) -> None:
-        kept = [fast[seeds[k]](x) for x in data[k]]
+        together.wait()
+        kept = [fast[id(models[k])](x) for x in data[k]]
         for i, (got, want) in enumerate(zip(kept, wanted[k], strict=True)):
             assert torch.equal(got, want), f"thread {k}, call {i}"
 
     in_threads([lambda k=k: work(k) for k in range(4)])
     stats = tgb.stats()
-    assert stats.replays >= 20, stats
+    assert stats.replays >= 40, stats
     assert not stats.eager, stats
 
 
 class Plain(nn.Module):
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, inside: int = 6) -> None:
         super().__init__()
-        self.up, self.down = linear(H, 6, seed), linear(6, H, seed + 1)
+        self.up, self.down = linear(H, inside, seed), linear(inside, H, seed + 1)
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.relu(self.up(x))
