@@ -39,8 +39,8 @@ def bcg(
     gm: GraphModule, example_inputs: Sequence[Any], *, options: Any = None, mode: str | None = None
 ) -> Callable[..., Any]:
     """Compile one Dynamo graph. ``options``: see ``torch_graph_backend.config.Config``. Raises only for wrong options
-    and, under ``strict``, if nothing can be captured (with ``"ops"``: if any operation but a break op cannot). Returns a
-    ``CompiledGraph``, or, if a break op of the graph has a ``prepare``, a function that runs it and calls the
+    and, under ``strict``, if nothing can be captured (with ``"ops"``: if any operation but a break op cannot). Returns
+    a ``CompiledGraph``, or, if a break op of the graph has a ``prepare``, a function that runs it and calls the
     ``CompiledGraph``."""
     config = Config.parse(options, mode)
     codes = TracingContext.get_traced_code() or []
