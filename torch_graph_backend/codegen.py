@@ -93,8 +93,8 @@ class _Writer:
         if found is None:
             name = "".join(c if c.isalnum() else "_" for c in hint)
             taken = (self.bound, self.symbols, self.nodes, _RESERVED)
-            while any(name in names for names in taken) or name.startswith("step_") or not name.isidentifier():
-                name = f"{name}_" if name[:1].isalpha() and not name.startswith("step_") else f"op_{name}"
+            while any(name in names for names in taken) or name.startswith(("step_", "B_")) or not name.isidentifier():
+                name = f"{name}_" if name[:1].isalpha() and not name.startswith(("step_", "B_")) else f"op_{name}"
             self.bound[name] = value
             found = self.by_id[id(value)] = name
         return found
@@ -138,7 +138,7 @@ class _Writer:
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def step(self, step: CapturedSegment | EagerRegion) -> str:
-        params = ", ".join([*self.symbols, *(name for name, _ in step.inputs)])
+        params = ", ".join([*self.symbols, *(name for name, _ in step.inputs), *(f"B_{i}" for i in self.direct(step))])
         kind = "captured segment" if isinstance(step, CapturedSegment) else "eager region"
         lines = [f"def step_{step.index}({params}):  # {kind}, {step.kernels} kernels"]
         nodes = [self.nodes[op.value] for op in step.ops]
@@ -150,7 +150,8 @@ class _Writer:
                 regions = wanted
                 lines += [f"    {'    ' * i}with {self.autocast(r)}:" for i, r in enumerate(regions)]
             indent = "    " * (1 + len(regions))
-            lines.append(f"{indent}{node.name} = {self.call(node)}")
+            row = next((i for i, b in enumerate(self.plan.bridges) if b.direct and b.value == node.name), None)
+            lines.append(f"{indent}{node.name} = {self.call(node) if row is None else f'B_{row}'}")
             check = self.check(node)
             if check is not None:
                 lines.append(f"{indent}{check}")
@@ -212,7 +213,8 @@ class _Writer:
                 target = f"{', '.join(cuts)}, = " if cuts else ""
                 lines.append(f"    {target}F.segment({step.index})")
             else:
-                args = ", ".join([*self.symbols, *(self.ref(r) for _, r in step.inputs)])
+                rows = (f"F.rows({i})" for i in self.direct(step))
+                args = ", ".join([*self.symbols, *(self.ref(r) for _, r in step.inputs), *rows])
                 target = f"{', '.join(f'v_{o}' for o in step.outputs)}, = " if step.outputs else ""
                 lines.append(f"    {target}step_{step.index}({args})")
             sources = [self.ref(b.source) for b in self.plan.bridges if b.after == step.index]
@@ -223,6 +225,13 @@ class _Writer:
         outputs = ", ".join(self.output(o) for o in self.plan.outputs)
         lines.append(f"    return ({outputs}{',' if self.plan.outputs else ''})")
         return "\n".join(lines) + "\n"
+
+    def direct(self, step: CapturedSegment | EagerRegion) -> list[int]:
+        """The bridges that a step gets to write into, in place of memory of its own."""
+        if isinstance(step, CapturedSegment):
+            return []
+        made = {op.value for op in step.ops}
+        return [i for i, b in enumerate(self.plan.bridges) if b.direct and b.value in made]
 
     def dead_after(self) -> dict[int, list[str]]:
         """Per step, the driver's values whose last use (or making) it is: eager code would have freed them by then."""

@@ -15,7 +15,7 @@ import torch
 
 from torch_graph_backend.errors import BridgeMismatch
 from torch_graph_backend.plan import CapturedSegment, Cut, EagerRegion
-from torch_graph_backend.slots import CutView, Filler
+from torch_graph_backend.slots import CutView, Filler, evaluate
 
 if TYPE_CHECKING:
     from torch_graph_backend.entry import Entry
@@ -29,6 +29,7 @@ class Frame:
         self.owned = entry.owned
         plan = entry.plan
         self.sizes: dict[Any, int] = {s.symbol: v for s, v in zip(plan.symbols, sizes, strict=True)}
+        self.direct = self._direct()
         self.slot_args = [s.arg for s in plan.slots]
         self.slot_filler = Filler(entry.slots, entry.slot_windows, self.sizes)
         self.bridge_fillers = {k: self._bridge_filler(which) for k, which in entry.bridges_after.items()}
@@ -40,9 +41,17 @@ class Frame:
     def replays(self) -> bool:
         return True
 
+    def _direct(self) -> dict[int, torch.Tensor]:
+        """Real rows that eager code writes itself, as it would see them: those with eager's strides."""
+        e = self.entry
+        planned = [(i, b) for i, b in enumerate(e.plan.bridges) if b.direct]
+        views = {i: CutView(e.bridges[i], b.spec, e.bridge_windows[i], False, self.sizes) for i, b in planned}
+        return {i: v.source for i, v in views.items() if not v.copy}
+
     def _bridge_filler(self, which: list[int]) -> tuple[list[int], Filler, list[tuple[int, ...]]]:
         e = self.entry
-        filler = Filler([e.bridges[i] for i in which], [e.bridge_windows[i] for i in which], self.sizes)
+        filled = [k for k, i in enumerate(which) if i in self.direct]
+        filler = Filler([e.bridges[i] for i in which], [e.bridge_windows[i] for i in which], self.sizes, filled)
         return which, filler, [tuple(r.shape) for r in filler.real]
 
     def _cut(self, index: int, cut: Cut) -> CutView:
@@ -62,6 +71,16 @@ class Frame:
         e = self.entry
         e.recorder.replay(e.recordings[index])
         return [view.take() for view in self.views.get(index, ())]
+
+    def rows(self, index: int) -> torch.Tensor:
+        """Uninitialised memory for eager code to fill: the real rows of a bridge, or memory of its own."""
+        found = self.direct.get(index)
+        if found is not None:
+            return found
+        spec = self.entry.plan.bridges[index].spec
+        stride = tuple(evaluate(s, self.sizes) for s in spec.stride)
+        shape = tuple(evaluate(s, self.sizes) for s in spec.shape)
+        return torch.empty_strided(shape, stride, dtype=spec.dtype, device=self.entry.bridges[index].device)
 
     def bridge(self, index: int, values: Sequence[Any]) -> None:
         """Check eager results and copy them into their bridges (C3: never broadcast, never cast)."""

@@ -59,12 +59,17 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bridge:
-    """Static buffer of a value that eager code makes or changes: filled after eager step ``after``."""
+    """Static buffer of a value that eager code makes or changes: filled after eager step ``after``.
+
+    ``direct``: eager code allocates it uninitialised for an operation to write to; where strides allow it gets the
+    buffer's real rows, and nothing has to be copied.
+    """
 
     value: str
     source: Ref
     after: int
     spec: TensorSpec
+    direct: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -25,6 +26,7 @@ from torch_graph_backend.passes.padding import natural
 from torch_graph_backend.passes.reasons import Reason
 from torch_graph_backend.passes.source_lines import where
 from torch_graph_backend.passes.symbols import expr_of
+from torch_graph_backend.passes.torch_api import OpOverload
 from torch_graph_backend.plan import (
     Bridge,
     CapturedSegment,
@@ -37,6 +39,17 @@ from torch_graph_backend.plan import (
     Ref,
     Slot,
     TensorSpec,
+)
+
+#: They allocate and write nothing.
+_UNINITIALISED = frozenset(
+    [
+        torch.ops.aten.empty.memory_format,
+        torch.ops.aten.empty_like.default,
+        torch.ops.aten.empty_strided.default,
+        torch.ops.aten.new_empty.default,
+        torch.ops.aten.new_empty_strided.default,
+    ]
 )
 
 
@@ -108,7 +121,7 @@ class _Builder:
             self.c.symbols,
             steps,
             tuple(self.slots.values()),
-            tuple(self.bridges.values()),
+            tuple(replace(b, direct=self.direct(value)) for (value, _), b in self.bridges.items()),
             tuple(self.cuts.values()),
             tuple(sorted(self.pinned)),
             tuple(mutated),
@@ -228,6 +241,18 @@ class _Builder:
                 value.name, self.read_eagerly(value, version), after, spec_of(tensor, self.natural_padding(tensor))
             )
         return Ref("bridge", list(self.bridges).index(key))
+
+    def direct(self, value: Node) -> bool:
+        """Whether a bridged value can lie in the bridge from the start: it is allocated uninitialised, a declared write
+        fills it, no other state of its memory is bridged, and the caller does not get it."""
+        if value in self.captured or value.target not in _UNINITIALISED:
+            return False
+        set_id = self.c.aliasing.set_of[value]
+        members = self.c.aliasing.members[set_id]
+        writers = [n for n, sets in self.c.aliasing.writes.items() if set_id in sets]
+        declared = all(isinstance(n.target, OpOverload) and not n.meta.get("opaque") for n in writers)
+        bridged = sum(node in members for node, _ in self.bridges)
+        return bool(writers) and declared and bridged == 1 and not any(m in self.shown for m in members)
 
     def cut(self, value: Node, version: int) -> Ref:
         key = (value, version)

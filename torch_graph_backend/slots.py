@@ -8,7 +8,7 @@ safety. All views are made once per real size; a fill makes no tensor object.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import sympy
@@ -106,12 +106,20 @@ def buffer_strides(
 
 
 class Filler:
-    """Fills a list of buffers from a list of sources of one real size."""
+    """Fills a list of buffers from a list of sources of one real size; of those ``filled`` already only tails."""
 
-    def __init__(self, buffers: Sequence[torch.Tensor], windows: Sequence[Window], sizes: Sizes) -> None:
+    def __init__(
+        self,
+        buffers: Sequence[torch.Tensor],
+        windows: Sequence[Window],
+        sizes: Sizes,
+        filled: Collection[int] = (),
+    ) -> None:
         self.real = [w.real_rows(b, sizes) for b, w in zip(buffers, windows, strict=True)]
         groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for i, b in enumerate(buffers):
+            if i in filled:
+                continue
             groups.setdefault((b.dtype, b.device), []).append(i)
         self.groups = [(which, [self.real[i] for i in which]) for which in groups.values()]
         self.tails = _tails(buffers, windows, sizes)
