@@ -20,7 +20,8 @@ import torch_graph_backend as tgb
 
 HEADS, DIM, STATES, LONGEST, SEQUENCES = 2, 16, 4, 64, 3
 WIDTH = HEADS * DIM
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])]
 
 
 @dataclass
