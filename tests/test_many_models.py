@@ -35,7 +35,7 @@ def test_models_in_turn(device: str) -> None:
             both(whole(n if j % 2 else SIZES[-1 - i % len(SIZES)], H, device=device, seed=i + j))
     for both in boths:
         both.finish(0)
-    assert tgb.stats().replays >= 60, tgb.stats()
+    assert tgb.stats().replays >= 85, tgb.stats()
     del both, models, boths[1]
     for i, n in enumerate(SIZES):  # what was freed with one model is not used by the others
         junk = [torch.full((64, 64), float("nan"), device=device) for _ in range(8)]
@@ -44,7 +44,7 @@ def test_models_in_turn(device: str) -> None:
         del junk
     for both in boths:
         both.finish(0)
-    assert tgb.stats().replays >= 80, tgb.stats()
+    assert tgb.stats().replays >= 120, tgb.stats()
 
 
 @contextmanager
@@ -58,7 +58,7 @@ def calling_op(function: Callable[[Tensor], Tensor], device: str) -> Iterator[An
 
 
 def test_a_compiled_function_inside_anothers_break(device: str) -> None:
-    """The inner one records and replays while the outer one is in the middle of its own segments."""
+    """The inner one records and replays while the outer one is in the middle of its own segments, and by itself."""
     inner = Both(Net(7).to(device))
 
     def in_break(x: Tensor) -> Tensor:
@@ -82,10 +82,11 @@ def test_a_compiled_function_inside_anothers_break(device: str) -> None:
             got = fast(x)
             assert torch.equal(got, want), f"call {i}, {n} rows"
             kept.append((got, want))
+            inner.sizes(n, device=device)
         assert all(torch.equal(a, b) for a, b in kept)
         assert torch.equal(inner.model.count, inner.plain.count), "the inner model ran more or less than once a call"
     assert tgb.stats(outer).replays >= 12, tgb.stats(outer)
-    assert tgb.stats(inner.model).replays >= 12, tgb.stats(inner.model)
+    inner.finish(30)
     assert not tgb.stats().eager, tgb.stats()
 
 
@@ -153,21 +154,29 @@ def test_copies(device: str, how: str, via: Callable[[Any], Any]) -> None:
             compare(made(x), plain(x), f"copy, call {i}", exact=True)
         first.sizes(n, device=device)
     first.finish(0)
-    assert tgb.stats().replays >= 8, tgb.stats()
+    assert tgb.stats().replays >= 18, tgb.stats()
 
 
-@pytest.mark.parametrize("reset", [torch._dynamo.reset, tgb.reset], ids=["dynamo", "tgb"])
-def test_reset_in_the_middle(device: str, reset: Callable[[], None]) -> None:
-    """Earlier outputs stay, later calls are right, whatever was recorded before is gone."""
+def test_reset_of_dynamo_in_the_middle(device: str) -> None:
+    """Earlier outputs stay, later calls record anew; also at a second reset, of which Dynamo tells us only if asked."""
     both = Both(Net().to(device))
     for _ in range(3):
         both.sizes(5, 6, 11, 7, 12, device=device)
-        reset()
-        assert not tgb.stats().replays
+        assert both.stats.replays == 3, both.stats
+        torch._dynamo.reset()
+        assert not tgb.stats().graphs
     both.sizes(5, 6, 11, 7, 12, device=device)
-    both.finish(0, eager=("disabled",))
-    if reset is torch._dynamo.reset:
-        assert both.stats.replays >= 3, both.stats
+    both.finish(3)
+
+
+def test_reset_in_the_middle(device: str) -> None:
+    """Earlier outputs stay; what is compiled already runs eagerly from then on, and says so."""
+    both = Both(Net().to(device))
+    both.sizes(5, 6, 11, 7, 12, device=device)
+    tgb.reset()
+    both.sizes(5, 6, 11, 7, 12, device=device)
+    both.finish(3, eager=("disabled",))
+    assert (both.stats.replays, both.stats.eager["disabled"]) == (3, 5), both.stats
 
 
 def test_calls_beyond_the_recompile_limit(device: str) -> None:
@@ -295,7 +304,7 @@ def test_threads(device: str, how: str) -> None:
 
     in_threads([lambda k=k: work(k) for k in range(4)])
     stats = tgb.stats()
-    assert stats.replays >= 40, stats
+    assert stats.replays >= 140, stats
     assert not stats.eager, stats
 
 
