@@ -7,6 +7,7 @@ another shape, and the key is refused with a reason instead of being wrong.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,38 +20,70 @@ from torch_graph_backend.plan import Ref
 from torch_graph_backend.plan_build import spec_of
 from torch_graph_backend.slots import evaluate
 
+#: Shape, stride, dtype and device of a tensor; a tuple of these for several tensors.
+Metadata = Any
+
 
 def bucket_reason(entry: Entry) -> Reason | None:
     """Why this key cannot run at its bucket; ``None`` if it can."""
-    values: dict[str, Any] = {}
+    values: dict[str, Metadata] = {}
+    seen: dict[Any, list[Metadata]] = {}
     nodes = {n.name: n for n in entry.normal.graph.nodes}
-    with torch.no_grad(), FakeTensorMode() as mode:
+    with torch.no_grad(), FakeTensorMode():
         for step in entry.plan.segments:
             try:
-                inputs = [_fake(entry, ref, values, nodes, mode) for _, ref in step.inputs]
-                outputs = entry.program.steps[step.index](*entry.size_args, *inputs)
+                inputs = [_input(entry, ref, values) for _, ref in step.inputs]
+                outputs = _run(entry.program.steps[step.index], entry.size_args, inputs, seen)
             except Exception as error:
                 text = f"segment {step.index} does not run at {entry.key}: {type(error).__name__}: {error}"
                 return Reason("bucket-invalid", text)
-            for name, value in zip(step.outputs, outputs, strict=True):
-                for got, planned in zip(tensors_of(value), tensors_of(nodes[name].meta["val"]), strict=True):
+            for name, made in zip(step.outputs, outputs, strict=True):
+                for got, planned in zip(_flat(made), tensors_of(nodes[name].meta["val"]), strict=True):
                     expected = tuple(evaluate(s, entry.bucket) for s in spec_of(planned).shape)
-                    if tuple(got.shape) != expected or got.dtype is not planned.dtype:
-                        text = f"{name} is {got.dtype} {list(got.shape)} at {entry.key}, planned {list(expected)}"
+                    if got[0] != expected or got[2] is not planned.dtype:
+                        text = f"{name} is {got[2]} {list(got[0])} at {entry.key}, planned {list(expected)}"
                         return Reason("bucket-invalid", text)
             values.update(zip(step.outputs, outputs, strict=True))
     return None
 
 
-def _fake(entry: Entry, ref: Ref, values: dict[str, Any], nodes: dict[str, Any], mode: FakeTensorMode) -> Any:
+def _run(
+    step: Callable[..., Any], sizes: Sequence[int], inputs: Sequence[Metadata], seen: dict[Any, list[Metadata]]
+) -> list[Metadata]:
+    """What a segment returns. Segments of equal code on equal metadata, as in layer after layer, run once."""
+    code = step.__code__
+    # Names of local variables are no part of it; consts by their text, since 1, 1.0 and True are equal.
+    same = (code.co_code, code.co_names, repr(code.co_consts), tuple(inputs))
+    if same not in seen:
+        seen[same] = [_metadata(value) for value in step(*sizes, *map(_fake, inputs))]
+    return seen[same]
+
+
+def _metadata(value: Any) -> Metadata:
+    if isinstance(value, (tuple, list)):
+        return tuple(_metadata(v) for v in value)
+    return tuple(value.shape), value.stride(), value.dtype, value.device
+
+
+def _flat(made: Metadata) -> list[Metadata]:
+    """The tensors of one value."""
+    if len(made) == 4 and isinstance(made[2], torch.dtype):
+        return [made]
+    return [tensor for part in made for tensor in _flat(part)]
+
+
+def _fake(made: Metadata) -> Any:
+    tensors = [torch.empty_strided(shape, stride, dtype=d, device=at) for shape, stride, d, at in _flat(made)]
+    return tensors[0] if _flat(made) == [made] else tensors
+
+
+def _input(entry: Entry, ref: Ref, values: dict[str, Metadata]) -> Metadata:
     if ref.kind == "static":
         return values[str(ref.key)]
     if ref.kind == "const":
-        value = entry.normal.constants[str(ref.key)]
-        return mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+        return _metadata(entry.normal.constants[str(ref.key)])
     if ref.kind in ("slot", "bridge"):
-        buffer = entry.slots[int(ref.key)] if ref.kind == "slot" else entry.bridges[int(ref.key)]
-        return torch.empty_strided(buffer.shape, buffer.stride(), dtype=buffer.dtype, device=buffer.device)
+        return _metadata(entry.slots[int(ref.key)] if ref.kind == "slot" else entry.bridges[int(ref.key)])
     spec = spec_of(entry.normal.placeholders[int(ref.key)].meta["val"])
-    shape, stride = ([evaluate(s, entry.bucket) for s in dims] for dims in (spec.shape, spec.stride))
-    return torch.empty_strided(shape, stride, dtype=spec.dtype, device=spec.device)
+    shape, stride = (tuple(evaluate(s, entry.bucket) for s in dims) for dims in (spec.shape, spec.stride))
+    return shape, stride, spec.dtype, spec.device
