@@ -87,7 +87,8 @@ class Net(torch.nn.Module):
 
 
 def microseconds(call: Callable[[], Any], repeat: int, sync: Callable[[], None]) -> float:
-    """Median host time of a call; samples are short enough that no queue of launches fills."""
+    """Host time of a call that nothing disturbed (the tenth part of the samples is faster); no queue of launches fills
+    within a sample."""
     for _ in range(5):
         call()
     samples = []
@@ -96,7 +97,7 @@ def microseconds(call: Callable[[], Any], repeat: int, sync: Callable[[], None])
         start = time.perf_counter()
         call()
         samples.append((time.perf_counter() - start) * 1e6)
-    return statistics.median(samples)
+    return statistics.quantiles(samples, n=10)[0]
 
 
 def measure(
@@ -151,6 +152,8 @@ def part_times(
         zip([f"cut:{i}" for i, _ in entry.cuts_after[segment.index]], frame.segment(segment.index), strict=True)
     )
     inputs = [cuts[f"{ref.kind}:{ref.key}"] if ref.kind == "cut" else given[ref.key] for _, ref in step.inputs]
+    made_here = {o.value for o in step.ops}
+    inputs += [frame.rows(i) for i, b in enumerate(graph.plan.bridges) if b.direct and b.value in made_here]
     run = graph.program.steps[step.index]
     qkv = list(cuts.values())[:3]
     made = run(*sizes, *inputs)
