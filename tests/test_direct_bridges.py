@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -46,7 +46,7 @@ def rows(device: str, n: int, dim: int = 0, seed: int = 0) -> Tensor:
 
 
 @pytest.fixture
-def bridged(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+def bridged(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each bridge that was filled had been written in place."""
     seen: list[bool] = []
     real = Frame.bridge
@@ -57,7 +57,7 @@ def bridged(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
         real(self, index, values)
 
     monkeypatch.setattr(Frame, "bridge", bridge)
-    yield seen
+    return seen
 
 
 def plain(x: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ Every test runs on the CPU, and on a CUDA device where there is one.
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -117,7 +118,7 @@ def test_arena_chunks_live_as_long_as_a_lease() -> None:
     larger = arena.take([*layouts, ((1000,), (1,), torch.float64)])
     assert larger.nbytes == 8192
     spans = sorted((b.data_ptr(), b.data_ptr() + b.nbytes) for b in larger.buffers if b.numel())
-    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
     del larger
     assert arena.nbytes == 3 * 512
     del first, again
@@ -275,7 +276,6 @@ def test_outputs_as_views_are_the_documented_exception(device: str) -> None:
     net = blocks(device, 2)
     safe, fast = (torch.compile(net, backend="bcg", options={"outputs": kind}) for kind in ("safe", "view"))
     inputs = [tokens(device, n) for n in (16, 16, 16, 16, 40, 40, 40)]
-    kept = []
     for x in inputs[:3]:
         close(fast(x), net(x))
     first = fast(inputs[3])
@@ -287,8 +287,7 @@ def test_outputs_as_views_are_the_documented_exception(device: str) -> None:
     assert second.data_ptr() == first.data_ptr()
     close(second, net(inputs[0]))
     torch._dynamo.reset()
-    for x in inputs:
-        kept.append((safe(x), net(x)))
+    kept = [(safe(x), net(x)) for x in inputs]
     for got, expected in kept:
         close(got, expected)
 
