@@ -68,8 +68,8 @@ def _kind_reason(node: Node) -> Reason | None:
         return Reason("higher-order-op", f"{name} runs whole, eagerly")
     if not isinstance(target, OpOverload):
         return Reason("unknown-op", f"{name} is not a PyTorch operator")
-    if target.namespace not in ("aten", "prims"):
-        fix = "write it with PyTorch operations, if it is to be captured"
+    if target.namespace not in ("aten", "prims") and not is_known(target):
+        fix = "declare it with declare_row_local, or write it with PyTorch operations, if it is to be captured"
         return Reason(
             "unknown-op", f"{name} belongs to library {target.namespace!r}, whose kernels are unknown", fix=fix
         )

@@ -1,10 +1,11 @@
 """Where a padded size sits inside a tensor: the abstract values of the padding proof.
 
-For one size symbol ``s`` a tensor's ``Layout`` says, per dimension, that it reads as ``[outer][s][inner]``. The claim
-behind it: the tensor computed at the bucket's size, with that factor cut to its first ``n`` entries, equals the tensor
-computed at ``n``. A layout without axes claims that the tensor does not depend on ``s`` at all. Every axis is exact
-(``size == outer * s * inner``, with ``outer`` and ``inner`` free of ``s``), so a layout is also the recipe for cutting
-real rows out and for padding them.
+For one size symbol ``s`` a tensor's ``Layout`` says, per dimension, that it reads as ``[outer][rows][inner]``, where
+``rows`` is ``s`` itself or something that grows with it (``s + 2`` after two rows were put in front). The claim behind
+it: the tensor computed at the bucket's size, with that factor cut to as many entries as it has at ``n``, equals the
+tensor computed at ``n``. A layout without axes claims that the tensor does not depend on ``s`` at all. Every axis is
+exact (``size == outer * rows * inner``, with ``outer`` and ``inner`` free of ``s``), so a layout is also the recipe for
+cutting real rows out and for padding them.
 """
 
 from __future__ import annotations
@@ -16,19 +17,32 @@ from functools import lru_cache
 import sympy
 import torch
 
+from .torch_api import FloorDiv
+
 ONE = sympy.Integer(1)
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One dimension that reads as ``[outer][symbol][inner]``; both are counted in elements of that dimension."""
+    """One dimension that reads as ``[outer][rows][inner]``, all counted in elements of that dimension.
+
+    ``rows``: the entries of the padded factor (``None``: the symbol itself). It never falls while the symbol grows.
+    ``loose``: how many of the last entries the claim leaves out, since they look past the end of the real rows (a
+    convolution that pads on the right). Such a value may only be cut down to the entries that hold.
+    """
 
     outer: sympy.Expr = ONE
     inner: sympy.Expr = ONE
+    rows: sympy.Expr | None = None
+    loose: int = 0
+
+    def count(self, symbol: sympy.Symbol) -> sympy.Expr:
+        """The entries of the padded factor."""
+        return symbol if self.rows is None else self.rows
 
     def size(self, symbol: sympy.Symbol) -> sympy.Expr:
         """The size of the dimension that this axis describes."""
-        return self.outer * symbol * self.inner
+        return self.outer * self.count(symbol) * self.inner
 
 
 PLAIN = Axis()
@@ -126,6 +140,31 @@ def canonical(size: sympy.Expr, symbol: sympy.Symbol) -> Axis | None:
     """The axis ``[1][symbol][inner]`` of a size that is a multiple of the symbol, else ``None``."""
     inner = exact_quotient(size, symbol)
     return None if inner is None or mentions(inner, symbol) else Axis(ONE, inner)
+
+
+def rising(size: sympy.Expr, symbol: sympy.Symbol) -> bool:
+    """Whether a size provably never falls while the symbol, its only one, grows."""
+    if size.free_symbols - {symbol}:
+        return False
+    if size == symbol or size.is_Integer:
+        return True
+    if isinstance(size, (sympy.Add, sympy.Min, sympy.Max)):
+        return all(rising(part, symbol) for part in size.args)
+    if isinstance(size, sympy.Mul):
+        number, rest = size.as_coeff_Mul()
+        return bool(number.is_Integer and number > 0 and rest != size and rising(rest, symbol))
+    if isinstance(size, FloorDiv):
+        base, divisor = size.args
+        return bool(divisor.is_Integer and divisor > 0 and rising(base, symbol))
+    return False
+
+
+def front(size: sympy.Expr, symbol: sympy.Symbol) -> Axis | None:
+    """The axis of a dimension whose entries count from the front: the simplest that has this size.
+
+    ``None`` if it is not known that a larger symbol only adds entries at the end.
+    """
+    return canonical(size, symbol) or (Axis(rows=size) if rising(size, symbol) else None)
 
 
 def natural(val: object, symbol: sympy.Symbol) -> Layout | None:

@@ -20,7 +20,9 @@ from torch.fx import Graph, Node
 
 from .layout import INDEPENDENT, Layout, expr_of, mentions, natural, natural_of, shape_of
 from .padding_rules_base import UNBOUNDED, Call, Operand, RefusedError, check_exact
+from .padding_rules_declared import is_promised
 from .padding_rules_table import KNOWN, MAY_ALIAS, SIZE_READS, base_name, find_entry, is_known
+from .padding_values import Span, spans
 from .reasons import Reason
 
 __all__ = ["KNOWN", "Layout", "PaddingResult", "analyse", "is_known", "natural"]
@@ -51,10 +53,11 @@ class _Tensor:
     shape: tuple[sympy.Expr, ...]
     dtype: torch.dtype
     layouts: PerSymbol
+    span: Span | None = None
     token: tuple[object, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "token", (self.shape, self.dtype, self.layouts))
+        object.__setattr__(self, "token", (self.shape, self.dtype, self.layouts, self.span))
 
     def __hash__(self) -> int:
         return hash(self.token)
@@ -72,6 +75,7 @@ class _Verdict:
 
     reason: Reason | None
     layouts: tuple[PerSymbol, ...]
+    spans: tuple[Span | None, ...]
     obligations: tuple[sympy.Basic, ...] = ()
     float_bound: bool = False
 
@@ -84,16 +88,30 @@ def analyse(
     ``eager``: nodes that run on real rows whatever is found here. ``mutated``: tensor values whose memory, or an alias
     of it, is written by some operation of the graph; their content is never taken for constant.
     """
-    return _Interpreter(tuple(symbols), eager, frozenset(mutated)).run(graph)
+    escaped: dict[Node, Reason] = {}
+    while True:
+        worker = _Interpreter(tuple(symbols), eager, frozenset(mutated), escaped)
+        result = worker.run(graph)
+        found = worker.escaping()
+        if not found:
+            return result
+        escaped |= found
 
 
 class _Interpreter:
     """One forward pass over a graph. All state is per call; verdicts are shared between structurally equal nodes."""
 
-    def __init__(self, symbols: tuple[sympy.Symbol, ...], eager: Mapping[Node, object], mutated: frozenset[Node]):
+    def __init__(
+        self,
+        symbols: tuple[sympy.Symbol, ...],
+        eager: Mapping[Node, object],
+        mutated: frozenset[Node],
+        escaped: Mapping[Node, Reason],
+    ):
         self.symbols = symbols
         self.eager = eager
         self.mutated = mutated
+        self.escaped = escaped
         self.values: dict[Node, _Outputs] = {}
         self.sizes: dict[Node, sympy.Expr] = {}
         self.windows: set[Node] = set()
@@ -124,29 +142,62 @@ class _Interpreter:
         if isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)):
             self.sizes[node] = expr_of(val)
         if node.op in ("placeholder", "get_attr"):
-            return self.natural(val)
+            return self.natural(val, self.given(node, val))
         if node.target is operator.getitem and isinstance(node.args[0], Node) and isinstance(node.args[1], int):
             source = self.values[node.args[0]]
             if node.args[0] in self.windows:
                 self.windows.add(node)
             if isinstance(node.args[0].meta.get("val"), (tuple, list)):
                 return (source[node.args[1]],)
-        if node in self.eager:
+        if node in self.eager or node in self.escaped:
             self.track_window(node, ())
-            return self.natural(val)
+            if node not in self.eager:
+                self.result.reasons[node] = self.escaped[node]
+            return self.with_spans(node, self.natural(val))
         return self.judge(node, val)
 
-    def natural(self, val: object) -> _Outputs:
+    def natural(self, val: object, span: Span | None = None) -> _Outputs:
         """Values that are padded from outside."""
         parts = val if isinstance(val, (tuple, list)) else (val,)
         outputs: list[_Tensor | None] = []
         for part in parts:
             if isinstance(part, torch.Tensor):
                 shape = shape_of(part)
-                outputs.append(_Tensor(shape, part.dtype, tuple(natural_of(shape, s) for s in self.symbols)))
+                outputs.append(_Tensor(shape, part.dtype, tuple(natural_of(shape, s) for s in self.symbols), span))
             else:
                 outputs.append(None)
         return tuple(outputs) if any(outputs) or isinstance(val, (tuple, list)) else ()
+
+    def given(self, node: Node, val: object) -> Span | None:
+        """What is known of the entries of an argument (the user's promise) or of a constant (its values)."""
+        if node in self.mutated or not isinstance(val, torch.Tensor) or val.dtype.is_floating_point:
+            return None
+        return Span(None) if node.op == "placeholder" and is_promised(node.meta.get("source", "")) else None
+
+    def with_spans(self, node: Node, outputs: _Outputs) -> _Outputs:
+        """The outputs of an eager node with what is known of their values."""
+        if not any(outputs) or not isinstance(node.target, OpOverload):
+            return outputs
+        args = tuple(self.argument(a) for a in node.args)
+        kwargs = {name: self.argument(a) for name, a in node.kwargs.items()}
+        found = self.spans(node, args, kwargs, outputs)
+        return tuple(t and replace(t, span=span) for t, span in zip(outputs, found, strict=True))
+
+    def spans(self, node: Node, args: tuple, kwargs: dict, outputs: _Outputs) -> tuple[Span | None, ...]:
+        if node in self.mutated or not isinstance(node.target, OpOverload):
+            return (None,) * len(outputs)
+        dtypes = tuple(None if t is None else t.dtype for t in outputs)
+        return spans(node.target, _named(node.target, args, kwargs), dtypes)
+
+    def escaping(self) -> dict[Node, Reason]:
+        """Captured nodes whose loose entries reach a reader that takes them for real rows."""
+        found = {}
+        for node, outputs in self.values.items():
+            loose = any(axis.loose for t in outputs if t for x in t.layouts if x for _, axis in x.axes)
+            if loose and any(u.op == "output" or u in self.eager or u in self.result.reasons for u in node.users):
+                text = f"{node.target}: its last entries look past the end of the real rows, and are not cut off"
+                found[node] = Reason("padding", text)
+        return found
 
     def judge(self, node: Node, val: object) -> _Outputs:
         """Apply the rule of a node, or the memoised verdict of a structurally equal one."""
@@ -166,8 +217,8 @@ class _Interpreter:
         if verdict.obligations:
             self.result.obligations[node] = verdict.obligations
         outputs = tuple(
-            None if out is None else _Tensor(out.shape, out.dtype, layouts)
-            for out, layouts in zip(fresh, verdict.layouts, strict=True)
+            None if out is None else _Tensor(out.shape, out.dtype, layouts, span)
+            for out, layouts, span in zip(fresh, verdict.layouts, verdict.spans, strict=True)
         )
         self.track_window(node, outputs)
         return outputs
@@ -225,21 +276,22 @@ class _Interpreter:
     def verdict(self, node: Node, args: tuple, kwargs: dict, fresh: _Outputs, mutable: bool, window: bool) -> _Verdict:
         """Judge a node for every symbol; one refusal resets its layouts for all of them."""
         name = str(node.target) if isinstance(node.target, OpOverload) else getattr(node.target, "__name__", "call")
+        known = self.spans(node, args, kwargs, fresh)
         columns, obligations, float_bound = [], [], False
         for i, symbol in enumerate(self.symbols):
             try:
                 layouts, conditions, tainted = self.for_symbol(node, i, symbol, args, kwargs, fresh, window)
             except RefusedError as refused:
                 text = f"{name}: {refused.text} (padded size {symbol})"
-                return _Verdict(Reason(refused.code, text), tuple(() if t is None else t.layouts for t in fresh))
+                return _Verdict(Reason(refused.code, text), tuple(() if t is None else t.layouts for t in fresh), known)
             columns.append([replace(x, uniform=False) if mutable and x.uniform else x for x in layouts])
             obligations += conditions
             float_bound |= tainted
         by_output = tuple(tuple(column[k] for column in columns) for k in range(len(fresh)))
         if not all(self.consistent(layouts) for layouts in by_output):
             text = f"{name}: two padded sizes share a dimension, and it is not known which one is outside"
-            return _Verdict(Reason("derived-size", text), tuple(() if t is None else t.layouts for t in fresh))
-        return _Verdict(None, by_output, tuple(dict.fromkeys(obligations)), float_bound)
+            return _Verdict(Reason("derived-size", text), tuple(() if t is None else t.layouts for t in fresh), known)
+        return _Verdict(None, by_output, known, tuple(dict.fromkeys(obligations)), float_bound)
 
     def consistent(self, layouts: PerSymbol) -> bool:
         """In a dimension that carries two symbols, exactly one lies outside the other: [B][T] or [T][B].
@@ -280,6 +332,8 @@ class _Interpreter:
         for name, value in call.args.items():
             if name not in entry.sizes and _size_mentions(value, symbol):
                 raise RefusedError("the size itself is used as data")
+        if not entry.loose and any(axis.loose for o in call.tensors() for _, axis in o.layout.axes):
+            raise RefusedError("reads entries that look past the end of the real rows")
         returned = entry.rule(call)
         layouts = [returned] if isinstance(returned, Layout) else list(returned)
         if len(layouts) != len(fresh):
@@ -296,13 +350,10 @@ class _Interpreter:
                 layout = value.layouts[i]
                 if layout is None:
                     raise RefusedError(f"an argument of sizes {list(value.shape)} cannot be laid out", "derived-size")
-                return Operand(value.shape, value.dtype, layout)
+                return Operand(value.shape, value.dtype, layout, value.span)
             return tuple(seen(v) for v in value) if isinstance(value, tuple) else value
 
-        bound: dict[str, object] = {}
-        for position, arg in enumerate(op._schema.arguments):
-            given = args[position] if position < len(args) else kwargs.get(arg.name, arg.default_value)
-            bound[arg.name] = seen(tuple(given) if isinstance(given, list) else given)
+        bound = {name: seen(value) for name, value in _named(op, args, kwargs).items()}
         shapes = tuple(None if t is None else t.shape for t in fresh)
         return Call(op, symbol, bound, shapes, tuple(None if t is None else t.dtype for t in fresh))
 
@@ -331,6 +382,8 @@ class _Interpreter:
         """The memory keeps its layout: the value must fit it, and must not smuggle in indices that count on."""
         if window:
             raise RefusedError("padded rows change memory that has no padding")
+        if any(axis.loose for layout in (value, target.layout) for _, axis in layout.axes):
+            raise RefusedError("writes entries that look past the end of the real rows")
         if value.axes != target.layout.axes and not value.uniform:
             raise RefusedError("the written rows are padded differently than the memory they go to")
         tainted = value.bound is not None and value.bound != target.layout.bound
@@ -344,6 +397,15 @@ def unknown(op: object) -> RefusedError:
     if isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags:
         return RefusedError("random values depend on the padded shape")
     return RefusedError("no padding rule is known for this operation", "unknown-op")
+
+
+def _named(op: OpOverload, args: tuple, kwargs: Mapping[str, object]) -> dict[str, object]:
+    """The arguments by schema name, with defaults, lists as tuples."""
+    bound: dict[str, object] = {}
+    for position, arg in enumerate(op._schema.arguments):
+        given = args[position] if position < len(args) else kwargs.get(arg.name, arg.default_value)
+        bound[arg.name] = tuple(given) if isinstance(given, list) else given
+    return bound
 
 
 def _involves(value: object, symbol: sympy.Symbol) -> bool:

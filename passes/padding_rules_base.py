@@ -16,6 +16,7 @@ import torch
 from torch._ops import OpOverload
 
 from .layout import Axis, Layout, mentions, same
+from .padding_values import Span
 
 UNBOUNDED = sympy.oo
 
@@ -36,6 +37,7 @@ class Operand:
     shape: tuple[sympy.Expr, ...]
     dtype: torch.dtype
     layout: Layout
+    span: Span | None = None
 
     @property
     def ndim(self) -> int:
@@ -135,30 +137,50 @@ class Call:
             raise RefusedError("indices count on in padded rows and could leave the table")
         self.oblige(sympy.Le(bound, rows))
 
+    def look_up(self, table: Operand, dim: int, index: Operand) -> None:
+        """Entries of ``index`` read ``table`` along ``dim``: padded ones stay inside, real ones read real rows.
+
+        A real entry of eager lies in the real rows, unless it is negative: then it counts from their end.
+        """
+        axis = table.axis(dim)
+        if axis is not None:
+            if axis.outer != 1:
+                raise RefusedError(f"looks up rows across the padding inside dim {dim}")
+            if index.span is None:
+                raise RefusedError(f"looks up rows of padded dim {dim} by values that may be negative or too large")
+            end, rows = index.span.end, axis.count(self.symbol) * axis.inner
+            if end is not None and not never_negative(rows - end):
+                raise RefusedError(f"looks up rows of padded dim {dim} by values that may exceed the real rows")
+        self.in_range(index, table.shape[dim] if table.shape else sympy.Integer(1))
+
 
 Rule = Callable[[Call], "Layout | Sequence[Layout]"]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A rule, and the schema names of the size arguments that it accounts for."""
+    """A rule, the schema names of the size arguments that it accounts for, and whether it knows loose axes."""
 
     rule: Rule
     sizes: frozenset[str]
+    loose: bool = False
 
 
 #: Rules by packet name (``aten.<name>``), or by ``name.overload`` where overloads differ in kind.
 RULES: dict[str, Entry] = {}
 
 
-def rule(*names: str, sizes: Iterable[str] = ()) -> Callable[[Rule], Rule]:
-    """Register a rule under ATen names; an in-place operation uses the rule of its functional form."""
+def rule(*names: str, sizes: Iterable[str] = (), loose: bool = False) -> Callable[[Rule], Rule]:
+    """Register a rule under ATen names; an in-place operation uses the rule of its functional form.
+
+    ``loose``: the rule may be given axes whose last entries do not hold (it moves them, or cuts them off).
+    """
 
     def register(function: Rule) -> Rule:
         for name in names:
             if name in RULES:
                 raise ValueError(f"two padding rules for {name}")
-            RULES[name] = Entry(function, frozenset(sizes))
+            RULES[name] = Entry(function, frozenset(sizes), loose)
         return function
 
     return register
@@ -194,6 +216,12 @@ def forbid(operand: Operand, dims: Iterable[int], what: str) -> None:
     bad = [d for d in dims if operand.axis(d) is not None]
     if bad:
         raise RefusedError(f"{what} padded dim {', '.join(map(str, bad))}")
+
+
+def never_negative(difference: sympy.Expr) -> bool:
+    """Whether a difference of sizes is provably at least 0, whatever the sizes."""
+    difference = sympy.expand(difference)
+    return bool(difference.is_Integer and difference >= 0)
 
 
 def content(layout: Layout) -> Layout:

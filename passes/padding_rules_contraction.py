@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from .layout import Axis, Layout
 from .padding_rules_base import Call, Operand, RefusedError, broadcast, content, for_outputs, forbid, rule
+from .padding_rules_shape import windows
 
 SUM = "contracts over"
 
@@ -130,21 +132,54 @@ def einsum(call: Call) -> Layout:
     return Layout.of(broadcast(call, dims, len(output)))
 
 
-@rule(
-    "conv1d",
-    "conv2d",
-    "conv3d",
-    "convolution",
-    "_convolution",
-    "conv_transpose1d",
-    "conv_transpose2d",
-    "conv_transpose3d",
-)
+@rule("conv1d", "conv2d", "conv3d", "convolution", "_convolution")
 def convolution(call: Call) -> Layout:
-    """Only the batch dimension may carry: channels are contracted, space is mixed and padded at its end."""
+    """The batch may carry, channels are contracted. Along the one dimension of a 1-D convolution padding stays behind.
+
+    In two dimensions libraries transform whole tiles (Winograd, FFT), where a padded entry can reach its neighbours.
+    """
     x, weight = call.tensor("input"), call.tensor("weight")
+    _plain_filter(call, weight)
+    space = weight.ndim - 2
+    first = x.ndim - space
+    forbid(x, [first - 1], SUM)
+    if space != 1 or call.get("transposed"):
+        forbid(x, range(first, x.ndim), "mixes entries along")
+        return content(x.layout)
+    axes = {d: axis for d, axis in x.layout.axes if d != first}
+    if x.axis(first) is not None:
+        axes |= windows(call, x, first, call.out[first], _looking_ahead(call, weight))
+    return Layout.of(axes)
+
+
+def _plain_filter(call: Call, weight: Operand) -> None:
     if any(isinstance(w, Operand) and w.carries for w in (weight, call.get("bias"))):
         raise RefusedError("the weight is padded")
+
+
+def _looking_ahead(call: Call, weight: Operand) -> int:
+    """How many windows of a 1-D convolution look past the end: as many as it pads there, if its step is 1."""
+    padding, dilation, stride = (_only(call.get(name)) for name in ("padding", "dilation", "stride"))
+    if padding == "valid":
+        padding = 0
+    if padding == "same":
+        total = dilation * (int(weight.shape[-1]) - 1)
+        padding = total - total // 2
+    if padding and stride != 1:
+        raise RefusedError("pads behind the padded rows, and takes steps")
+    return int(padding)
+
+
+def _only(value: object) -> Any:
+    """The one entry of a list argument of a 1-D operation."""
+    return value[0] if isinstance(value, tuple) else value
+
+
+@rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
+def transposed_convolution(call: Call) -> Layout:
+    """Only the batch may carry."""
+    x, weight = call.tensor("input"), call.tensor("weight")
+    _plain_filter(call, weight)
     forbid(x, range(1 if x.ndim == weight.ndim else 0, x.ndim), "mixes entries along")
     return content(x.layout)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sympy
 
-from .layout import Layout, canonical
+from .layout import Layout, front
 from .padding_rules_base import Call, Operand, RefusedError, rule
 
 
@@ -13,9 +13,9 @@ def fresh(call: Call, uniform: bool) -> Layout:
     axes = {}
     for d, size in enumerate(call.out):
         if call.carried(size):
-            axis = canonical(size, call.symbol)
+            axis = front(size, call.symbol)
             if axis is None:
-                raise RefusedError(f"new dim {d} of size {size} is not a multiple of the padded size", "derived-size")
+                raise RefusedError(f"new dim {d} of size {size} need not grow with the padded size", "derived-size")
             axes[d] = axis
     return Layout.of(axes, uniform)
 
@@ -62,11 +62,11 @@ def arange(call: Call) -> Layout:
         raise RefusedError("counts down, or by a size")
     start = call.get("start", 0)
     size = call.out[0]
-    axis = canonical(size, call.symbol)
+    axis = front(size, call.symbol)
     if not call.carried(size):
         raise RefusedError("the size itself is used as data")
     if axis is None:
-        raise RefusedError(f"counts {size} steps, which is not a multiple of the padded size", "derived-size")
+        raise RefusedError(f"counts {size} steps, which need not grow with the padded size", "derived-size")
     end = call.get("end")
     negative = not (start.is_nonnegative if isinstance(start, sympy.Expr) else start >= 0)
     bound = sympy.oo if negative or isinstance(end, float) else sympy.sympify(end)

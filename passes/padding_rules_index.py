@@ -21,8 +21,7 @@ WRITTEN = "padded rows are written through an index"
 def embedding(call: Call) -> Layout:
     """Rows of a table; the table's row dimension must not carry."""
     weight, indices = call.tensor("weight"), call.tensor("indices")
-    forbid(weight, [0], "looks up rows of")
-    call.in_range(indices, weight.shape[0])
+    call.look_up(weight, 0, indices)
     axes = dict(indices.layout.axes)
     axes |= weight.moved({1: indices.ndim})
     return Layout.of(axes)
@@ -32,20 +31,18 @@ def embedding(call: Call) -> Layout:
 def index_select(call: Call) -> Layout:
     x, index = call.tensor("self"), call.tensor("index")
     dim = call.dim(x.ndim)
-    forbid(x, [dim], "looks up rows of")
-    call.in_range(index, x.shape[dim])
-    axes = dict(x.layout.axes)
+    call.look_up(x, dim, index)
+    axes = {d: axis for d, axis in x.layout.axes if d != dim}
     axes |= index.moved({0: dim})
     return Layout.of(axes)
 
 
 def _aligned(call: Call, x: Operand, index: Operand, dim: int) -> None:
-    """``x`` and ``index`` carry alike in every dimension but ``dim``, where neither does."""
-    forbid(x, [dim], "indexes into")
+    """``x`` and ``index`` carry alike in every dimension but ``dim``."""
     for d in set(x.layout.dims) | set(index.layout.dims):
         if d != dim and x.axis(d) != index.axis(d) and not index.layout.uniform:
             raise RefusedError(f"the index is padded differently than the tensor in dim {d}")
-    if index.layout.uniform and {*index.layout.dims} - {dim} != {*x.layout.dims}:
+    if index.layout.uniform and {*index.layout.dims} - {dim} != {*x.layout.dims} - {dim}:
         raise RefusedError("the index is padded in other dims than the tensor")
 
 
@@ -55,8 +52,8 @@ def gather(call: Call) -> Layout:
     x, index = call.tensor("self"), call.first("index", "indices")
     dim = call.dim(x.ndim)
     _aligned(call, x, index, dim)
-    call.in_range(index, x.shape[dim] if x.shape else sympy.Integer(1))
-    axes = dict(x.layout.axes)
+    call.look_up(x, dim, index)
+    axes = {d: axis for d, axis in x.layout.axes if d != dim}
     return Layout.of(axes | index.moved({dim: dim}))
 
 
@@ -66,9 +63,8 @@ def _indexed(call: Call, x: Operand) -> tuple[list[int], list[Operand], dict[int
     dims, indices = [d for d, _ in given], [i for _, i in given]
     if any(i.dtype in (torch.bool, torch.uint8) for i in indices):
         raise RefusedError("a boolean mask makes the size depend on values")
-    forbid(x, dims, "looks up rows of")
     for d, index in given:
-        call.in_range(index, x.shape[d])
+        call.look_up(x, d, index)
     together = max(i.ndim for i in indices)
     adjacent = dims == list(range(dims[0], dims[-1] + 1))
     first = dims[0] if adjacent else 0
@@ -101,6 +97,7 @@ def _row_local(call: Call, x: Operand, index: Operand, source: Operand | None, d
     for d in set(index.layout.dims) | set(source.layout.dims if source is not None else ()):
         if d == dim or x.axis(d) is None:
             raise RefusedError(WRITTEN)
+    forbid(x, [dim], "writes rows of")
     _aligned(call, x, index, dim)
     if source is not None and not source.layout.uniform and source.layout.axes != x.layout.axes:
         raise RefusedError("the source is padded differently than the tensor")
@@ -137,6 +134,7 @@ def index_put(call: Call) -> Layout:
     given: Sequence[Operand] = [i for i in call.args["indices"] if i is not None]
     if any(i.carries for i in given):
         raise RefusedError(WRITTEN)
+    forbid(x, [d for d, i in enumerate(call.args["indices"]) if i is not None], "writes rows of")
     _, _, axes, _ = _indexed(call, x)
     ndim = x.ndim - len(given) + max(i.ndim for i in given)
     written = broadcast(call, [values], ndim)

@@ -58,7 +58,7 @@ def _no_new_zero(call: Call, operands: Sequence[Operand]) -> None:
         raise RefusedError("a divisor that counts on in padded rows could be zero there")
 
 
-@rule(*UNTAGGED)
+@rule(*UNTAGGED, loose=True)
 def pointwise(call: Call) -> Sequence[Layout]:
     """Operands broadcast. A size among them never gets here: no size argument is declared."""
     operands = call.tensors()
@@ -68,7 +68,7 @@ def pointwise(call: Call) -> Sequence[Layout]:
     return for_outputs(call, Layout.of(axes, uniform, _bound(call, operands)))
 
 
-@rule(*IDENTITY)
+@rule(*IDENTITY, loose=True)
 def identity(call: Call) -> Layout:
     """The values of ``self``; a second tensor (``type_as``, ``to.other``) only lends its dtype."""
     return call.first("self", "input").layout

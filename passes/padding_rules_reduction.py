@@ -18,6 +18,7 @@ from .padding_rules_base import (
     forbid,
     rule,
 )
+from .padding_rules_shape import windows
 
 #: Which output of an operation counts positions along its dimension. Such a value is in range by construction.
 POSITIONS = {
@@ -148,7 +149,6 @@ def batch_norm(call: Call) -> Sequence[Layout]:
 
 #: Operations that mix within their last ``k`` dimensions and treat everything before them independently.
 LOCAL = {
-    "max_pool1d": 1, "max_pool2d": 2, "max_pool3d": 3, "avg_pool1d": 1, "avg_pool2d": 2, "avg_pool3d": 3,
     "max_pool1d_with_indices": 1, "max_pool2d_with_indices": 2, "max_pool3d_with_indices": 3,
     "adaptive_avg_pool1d": 1, "adaptive_avg_pool2d": 2, "adaptive_avg_pool3d": 3, "adaptive_max_pool1d": 1,
     "adaptive_max_pool2d": 2, "adaptive_max_pool3d": 3, "upsample_nearest1d": 1, "upsample_nearest2d": 2,
@@ -164,6 +164,22 @@ def local(call: Call) -> Sequence[Layout]:
     x = call.first("self", "input")
     forbid(x, range(x.ndim - LOCAL[call.op.overloadpacket.__name__.rstrip("_")], x.ndim), "mixes entries along")
     return for_outputs(call, content(x.layout))
+
+
+@rule("max_pool1d", "max_pool2d", "max_pool3d", "avg_pool1d", "avg_pool2d", "avg_pool3d")
+def pool(call: Call) -> Layout:
+    """Windows along the last dimensions. One that carries must not be padded, nor cut a last window short."""
+    x = call.tensor("self")
+    space = int(call.op.overloadpacket.__name__[-2])
+    axes = dict(x.layout.axes)
+    for i, dim in enumerate(range(x.ndim - space, x.ndim)):
+        if x.axis(dim) is None:
+            continue
+        padding = call.args["padding"]
+        if call.get("ceil_mode") or padding[i % len(padding)] != 0:
+            raise RefusedError(f"windows look past the end of padded dim {dim}")
+        axes |= windows(call, x, dim, call.out[dim])
+    return Layout.of(axes)
 
 
 @rule("fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_hfft", "fft_ihfft")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import sympy
 
-from .layout import ONE, PLAIN, Axis, Layout, canonical, exact_quotient, mentions, product, same
+from .layout import ONE, Axis, Layout, exact_quotient, front, mentions, product, same
 from .padding_rules_base import (
     UNBOUNDED,
     Call,
@@ -19,6 +20,7 @@ from .padding_rules_base import (
     drop,
     for_outputs,
     forbid,
+    never_negative,
     rule,
 )
 
@@ -26,10 +28,10 @@ Shape = tuple[sympy.Expr, ...]
 
 
 def prefix(call: Call, size: sympy.Expr) -> Axis:
-    """The axis of a dim whose entries count from the front, whatever its size is a multiple of."""
-    axis = canonical(size, call.symbol)
+    """The axis of a dim whose entries count from the front."""
+    axis = front(size, call.symbol)
     if axis is None:
-        raise RefusedError(f"a dim of size {size}, which is not a multiple of the padded size", "derived-size")
+        raise RefusedError(f"a dim of size {size}, which need not grow with the padded size", "derived-size")
     return axis
 
 
@@ -51,9 +53,10 @@ def reshaped(source: Shape, target: Shape, axes: tuple[tuple[int, Axis], ...], s
         outer = exact_quotient(left, product(target[:k]))
         if inner is None or outer is None or mentions(inner, symbol) or mentions(outer, symbol):
             return None
-        if not same(outer * symbol * inner, target[k]):
+        landed = replace(axis, outer=outer, inner=inner)
+        if not same(landed.size(symbol), target[k]):
             return None
-        result[k] = Axis(outer, inner)
+        result[k] = landed
     return Layout.of(result)
 
 
@@ -89,13 +92,13 @@ def view_dtype(call: Call) -> Layout:
     return content(x.layout)
 
 
-@rule("permute")
+@rule("permute", loose=True)
 def permute(call: Call) -> Layout:
     x = call.tensor("self")
     return x.layout.moved({int(d) % x.ndim: i for i, d in enumerate(call.args["dims"])})
 
 
-@rule("transpose", "swapaxes", "swapdims", "t", "numpy_T", "mT", "mH", "adjoint", "matrix_H")
+@rule("transpose", "swapaxes", "swapdims", "t", "numpy_T", "mT", "mH", "adjoint", "matrix_H", loose=True)
 def transpose(call: Call) -> Layout:
     """Two dimensions change places; ``numpy_T`` reverses all of them."""
     x = call.first("self", "a")
@@ -119,7 +122,7 @@ def movedim(call: Call) -> Layout:
     return x.layout.moved({d: i for i, d in enumerate(order)})
 
 
-@rule("squeeze")
+@rule("squeeze", loose=True)
 def squeeze(call: Call) -> Layout:
     """Dimensions of size 1 go; such a dimension never carries."""
     x = call.tensor("self")
@@ -127,7 +130,7 @@ def squeeze(call: Call) -> Layout:
     return drop(x.layout, [d for d in dims if x.shape and x.shape[d] == 1])
 
 
-@rule("unsqueeze")
+@rule("unsqueeze", loose=True)
 def unsqueeze(call: Call) -> Layout:
     x = call.tensor("self")
     new = call.dim(x.ndim + 1)
@@ -185,7 +188,7 @@ def repeat(call: Call) -> Layout:
     for d, size in enumerate(call.out):
         axis = x.axis(d - offset) if d >= offset else None
         if axis is not None:
-            axes[d] = Axis(times[d] * axis.outer, axis.inner)
+            axes[d] = replace(axis, outer=times[d] * axis.outer)
         elif call.carried(size):
             axes[d] = prefix(call, size)
     return x.layout.replace(axes)
@@ -203,7 +206,7 @@ def repeat_interleave(call: Call) -> Layout:
         dim = call.dim(x.ndim)
     axes = dict(x.layout.axes)
     if dim in axes:
-        axes[dim] = Axis(axes[dim].outer, axes[dim].inner * call.args["repeats"])
+        axes[dim] = replace(axes[dim], inner=axes[dim].inner * call.args["repeats"])
     return x.layout.replace(axes)
 
 
@@ -253,14 +256,17 @@ def select(call: Call) -> Layout:
     return x.layout.replace({d - (d > dim): a for d, a in x.layout.axes if d != dim})
 
 
-@rule("slice", "narrow", sizes=("start", "end", "length"))
+@rule("slice", "narrow", sizes=("start", "end", "length"), loose=True)
 def cut(call: Call) -> Layout:
-    """Whole, or from the front. ``table[:s]`` makes a padded dim: the table must have the bucket's rows."""
+    """From the front: entry ``j`` of the result is entry ``start + j * step`` whatever the size, so it is a prefix.
+
+    ``table[:s]`` makes a padded dim: the table must have the bucket's rows.
+    """
     x = call.tensor("self")
     dim = call.dim(x.ndim)
     size, axis, start = call.out[dim], x.axis(dim), call.get("start")
     step = _integer(call.get("step", 1))
-    if axis is not None and step == 1 and same(size, x.shape[dim]):
+    if axis is not None and not axis.loose and step == 1 and same(size, x.shape[dim]):
         return x.layout
     axes = {d: a for d, a in x.layout.axes if d != dim}
     if axis is None and not call.carried(size):
@@ -270,13 +276,19 @@ def cut(call: Call) -> Layout:
     _from_front(call, start)
     if isinstance(step, sympy.Expr) or step < 1:
         raise RefusedError("the step is not a constant")
+    first = sympy.sympify(start or 0)
     if axis is None:
-        return _prefix(call, x, dim, sympy.sympify(start or 0), step)
-    if call.carried(size):
-        raise RefusedError(f"cuts a padded dim of size {x.shape[dim]} to {size}", "derived-size")
+        return _prefix(call, x, dim, first, step)
     if axis.outer != 1:
         raise RefusedError(f"cuts across the padding inside dim {dim}")
-    return x.layout.replace(axes)
+    if axis.loose and not never_negative(_held(call, axis) - (first + step * (size - 1) + 1)):
+        raise RefusedError(f"keeps entries of dim {dim} that look past the end of the real rows")
+    return x.layout.replace(axes | ({dim: prefix(call, size)} if call.carried(size) else {}))
+
+
+def _held(call: Call, axis: Axis) -> sympy.Expr:
+    """How many entries of a front axis the claim covers."""
+    return axis.count(call.symbol) * axis.inner - axis.loose
 
 
 def _size_used(call: Call, *names: str) -> bool:
@@ -296,18 +308,23 @@ def _prefix(call: Call, x: Operand, dim: int, start: sympy.Expr, step: int) -> L
 
 @rule("cat", "concat", "concatenate")
 def cat(call: Call) -> Layout:
-    """Other dims agree like operands do. The joined dim may carry only if nothing else has entries in it."""
+    """Other dims agree like operands do. In the joined dim only the last part may carry: nothing lies behind it."""
     dim = call.dim(len(call.out))
     parts = [x for x in call.tensors() if x.shape != (0,) and x.shape[dim] != 0]
     carriers = [x for x in parts if x.axis(dim) is not None]
-    axes = broadcast(call, parts, len(call.out))
-    if carriers and len(parts) > 1:
-        last = len(carriers) == 1 and parts[-1] is carriers[0] and carriers[0].axis(dim) == PLAIN
-        raise RefusedError(
-            f"joins other rows with padded dim {dim} of size {carriers[0].shape[dim]}",
-            "derived-size" if last else "padding",
-        )
-    return Layout.of(axes)
+    if not carriers or len(parts) == 1:
+        return Layout.of(broadcast(call, parts, len(call.out)))
+    last = carriers[0].axis(dim)
+    assert last is not None
+    if len(carriers) > 1 or parts[-1] is not carriers[0] or last.outer != 1:
+        raise RefusedError(f"joins other rows with padded dim {dim} of size {carriers[0].shape[dim]}")
+    others = [_without(x, dim) for x in parts]
+    return Layout.of(broadcast(call, others, len(call.out)) | {dim: prefix(call, call.out[dim])})
+
+
+def _without(x: Operand, dim: int) -> Operand:
+    """The operand as the other dimensions see it."""
+    return replace(x, layout=x.layout.moved({d: d for d in x.layout.dims if d != dim}))
 
 
 @rule("stack")
@@ -320,13 +337,22 @@ def stack(call: Call) -> Layout:
 
 @rule("pad", "constant_pad_nd", "reflection_pad1d", "reflection_pad2d", "replication_pad1d", "replication_pad2d")
 def pad(call: Call) -> Layout:
-    """Padded dims must not be padded further (on the right it would land behind the padding)."""
+    """A padded dim may get entries in front, and lose some on either side; new ones behind it would follow the padding."""
     x = call.tensor("self")
     amounts = call.args["pad" if "pad" in call.args else "padding"]
+    axes = dict(x.layout.axes)
     for i in range(0, len(amounts), 2):
-        if any(_integer(a) != 0 for a in amounts[i : i + 2]):
-            forbid(x, [x.ndim - 1 - i // 2], "adds entries to")
-    return content(x.layout)
+        dim = x.ndim - 1 - i // 2
+        before, after = (_integer(a) for a in amounts[i : i + 2])
+        axis = x.axis(dim)
+        if axis is None or (before == 0 and after == 0):
+            continue
+        if isinstance(before, sympy.Expr) or isinstance(after, sympy.Expr) or after > 0 or axis.outer != 1:
+            raise RefusedError(f"adds entries behind padded dim {dim}")
+        if call.get("mode") == "circular":
+            raise RefusedError(f"wraps around padded dim {dim}")
+        axes[dim] = prefix(call, call.out[dim])
+    return Layout.of(axes)
 
 
 @rule("tril", "triu")
@@ -354,8 +380,24 @@ def of_dims(call: Call) -> Layout:
             raise RefusedError("the diagonal is not in the last dims")
         return content(x.layout)
     gone = [call.dim(x.ndim, n) for n in names]
-    forbid(x, gone, "takes windows of")
-    return content(x.layout if name == "unfold" else drop(x.layout, gone))
+    if name == "unfold":
+        return Layout.of(dict(x.layout.axes) | windows(call, x, gone[0], call.out[gone[0]]))
+    forbid(x, gone, "takes the diagonal of")
+    return content(drop(x.layout, gone))
+
+
+def windows(call: Call, x: Operand, dim: int, size: sympy.Expr, loose: int = 0) -> dict[int, Axis]:
+    """The axis of a dimension that becomes windows: each looks ahead a fixed way, but none past the end of the rows.
+
+    So a window of the real size is the same window at the bucket. ``loose`` is the number of last windows that do look
+    past the end.
+    """
+    axis = x.axis(dim)
+    if axis is None:
+        return {}
+    if axis.outer != 1:
+        raise RefusedError(f"takes windows across the padding inside dim {dim}")
+    return {dim: replace(Axis(rows=size) if loose else prefix(call, size), loose=loose)}
 
 
 @rule("view_as_real")

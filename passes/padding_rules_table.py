@@ -14,6 +14,7 @@ from . import (  # noqa: F401  (importing a rule file registers its rules)
     padding_rules_shape,
 )
 from .padding_rules_base import RULES, Entry
+from .padding_rules_declared import declared_entry
 from .padding_rules_pointwise import pointwise
 from .padding_rules_reduction import reduction
 
@@ -31,13 +32,15 @@ def find_entry(op: object) -> Entry | None:
     """The rule of an overload: by name, by tag, or the functional rule of an in-place operation."""
     if not isinstance(op, OpOverload) or (torch.Tag.nondeterministic_seeded in op.tags and not _deterministic_form(op)):
         return None
+    if op.namespace not in ("aten", "prims"):
+        return declared_entry(f"{op._schema.name}.{op._overloadname}")
     if op not in _ENTRIES:
         _ENTRIES[op] = _find_entry(op)
     return _ENTRIES[op]
 
 
 _ENTRIES: dict[OpOverload, Entry | None] = {}
-_POINTWISE = Entry(pointwise, frozenset())
+_POINTWISE = Entry(pointwise, frozenset(), loose=True)
 _REDUCTION = Entry(reduction, frozenset())
 
 

@@ -23,11 +23,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_aggregate
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._sympy.functions import FloorDiv
 from torch.utils._sympy.printers import PythonPrinter
 
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
+    "FloorDiv",
     "HigherOrderOperator",
     "OpOverload",
     "OpOverloadPacket",

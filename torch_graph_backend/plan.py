@@ -18,8 +18,9 @@ import torch
 from torch_graph_backend.passes.reasons import Reason
 from torch_graph_backend.passes.symbols import SymbolInfo
 
-#: Where padding is in one tensor: ((dim, ((symbol, outer, inner), ...)), ...); the dim is [outer][symbol][inner].
-Padding = tuple[tuple[int, tuple[tuple[sympy.Symbol, sympy.Expr, sympy.Expr], ...]], ...]
+#: Where padding is in one tensor: ((dim, ((rows, outer, inner), ...)), ...); the dim is [outer][rows][inner]. ``rows``
+#: is the symbol, or an expression of it alone.
+Padding = tuple[tuple[int, tuple[tuple[sympy.Expr, sympy.Expr, sympy.Expr], ...]], ...]
 
 
 @dataclass(frozen=True)

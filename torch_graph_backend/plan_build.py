@@ -73,20 +73,20 @@ def spec_of(value: torch.Tensor, padding: Padding = ()) -> TensorSpec:
 
 def padding_of(layouts: dict[sympy.Symbol, Layout]) -> Padding:
     """Per dimension, the padded factors of all symbols."""
-    dims: dict[int, list[tuple[sympy.Symbol, sympy.Expr, sympy.Expr]]] = {}
+    dims: dict[int, list[tuple[sympy.Expr, sympy.Expr, sympy.Expr]]] = {}
     for symbol, layout in layouts.items():
         for dim, axis in layout.axes:
-            dims.setdefault(dim, []).append((symbol, axis.outer, axis.inner))
+            dims.setdefault(dim, []).append((axis.count(symbol), axis.outer, axis.inner))
     return tuple((d, tuple(_one_inside_the_other(dims[d]))) for d in sorted(dims))
 
 
 def _one_inside_the_other(
-    entries: list[tuple[sympy.Symbol, sympy.Expr, sympy.Expr]],
-) -> list[tuple[sympy.Symbol, sympy.Expr, sympy.Expr]]:
+    entries: list[tuple[sympy.Expr, sympy.Expr, sympy.Expr]],
+) -> list[tuple[sympy.Expr, sympy.Expr, sympy.Expr]]:
     """A uniform tensor fits any layout and may come with two that do not fit each other: the second goes inside."""
     if len(entries) == 2:
         (a, outer_a, inner_a), (b, outer_b, _) = entries
-        if b not in outer_a.free_symbols and a not in outer_b.free_symbols:
+        if not (b.free_symbols & outer_a.free_symbols or a.free_symbols & outer_b.free_symbols):
             return [(a, outer_a, inner_a), (b, outer_a * a, sympy.cancel(inner_a / b))]
     return entries
 

@@ -28,13 +28,13 @@ def evaluate(expr: sympy.Expr | int, sizes: Sizes) -> int:
 
 @dataclass(frozen=True)
 class Factor:
-    """One factor of a dimension at a bucket: ``size`` entries, of which the first ``sizes[symbol]`` are real."""
+    """One factor of a dimension at a bucket: ``size`` entries, of which the first ``rows`` at the real size are real."""
 
     size: int
-    symbol: sympy.Symbol | None = None
+    rows: sympy.Expr | None = None
 
     def real(self, sizes: Sizes) -> int:
-        return self.size if self.symbol is None else sizes[self.symbol]
+        return self.size if self.rows is None else evaluate(self.rows, sizes)
 
 
 @dataclass(frozen=True)
@@ -48,16 +48,16 @@ class Window:
         dims = []
         for dim, entries in padding:
             # Outermost first: by the symbols outside of it, since a size of 1 makes two outer products equal.
-            symbols = {s for s, _, _ in entries}
+            symbols = frozenset().union(*(rows.free_symbols for rows, _, _ in entries))
             inside_out = sorted(entries, key=lambda e: len(sympy.sympify(e[1]).free_symbols & symbols))
-            placed = [(evaluate(o, bucket), s, evaluate(i, bucket)) for s, o, i in inside_out]
+            placed = [(evaluate(o, bucket), rows, evaluate(i, bucket)) for rows, o, i in inside_out]
             factors: list[Factor] = []
             done = 1
-            for outer, symbol, _ in placed:
+            for outer, rows, _ in placed:
                 if outer > done:
                     factors.append(Factor(outer // done))
-                factors.append(Factor(bucket[symbol], symbol))
-                done = max(outer, done) * bucket[symbol] if outer >= done else done
+                factors.append(Factor(evaluate(rows, bucket), rows))
+                done = max(outer, done) * evaluate(rows, bucket) if outer >= done else done
             inner = placed[-1][2]
             if inner > 1:
                 factors.append(Factor(inner))
@@ -67,7 +67,7 @@ class Window:
     def real_rows(self, tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
         """A view of the real rows; dimensions with padding inside them come split into their factors."""
         for dim, factors in reversed(self.dims):
-            symbols = [f for f in factors if f.symbol is not None]
+            symbols = [f for f in factors if f.rows is not None]
             if len(symbols) == 1 and factors[0] is symbols[0]:
                 inner = factors[1].size if len(factors) > 1 else 1
                 tensor = tensor.narrow(dim, 0, symbols[0].real(sizes) * inner)
@@ -80,7 +80,7 @@ class Window:
     def split_like(self, tensor: torch.Tensor, sizes: Sizes) -> torch.Tensor:
         """An unpadded tensor seen with the same splits as ``real_rows`` gives."""
         for dim, factors in reversed(self.dims):
-            symbols = [f for f in factors if f.symbol is not None]
+            symbols = [f for f in factors if f.rows is not None]
             if not (len(symbols) == 1 and factors[0] is symbols[0]):
                 tensor = tensor.unflatten(dim, [f.real(sizes) for f in factors])
         return tensor

@@ -1,0 +1,64 @@
+"""What the user declares about operations and arguments; ``torch_graph_backend/declare.py`` is the public face.
+
+Contract. Plain data, process-wide, read when a graph is planned. A ``RowLocal`` is a promise that the rules take as
+given; it is never more than what its fields say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .layout import Layout
+from .padding_rules_base import Call, Entry, Operand, RefusedError, content, for_outputs
+
+__all__ = ["DECLARED", "PROMISED", "RowLocal", "declared_entry", "is_promised"]
+
+
+@dataclass(frozen=True)
+class RowLocal:
+    """Row ``i`` of every output depends on row ``i`` of the inputs alone, along the leading ``dims`` dimensions.
+
+    ``rows``: names of the tensor arguments that have these dimensions (``None``: every tensor argument). The others
+    must not be padded.
+    """
+
+    dims: int
+    rows: tuple[str, ...] | None = None
+
+
+#: Declared operations by ``library::name`` or ``library::name.overload``.
+DECLARED: dict[str, RowLocal] = {}
+#: Names of integer arguments whose entries are valid, non-negative indices.
+PROMISED: dict[str, None] = {}
+
+
+def is_promised(source: str) -> bool:
+    """Whether an argument, by Dynamo's name for it (``L['idx']``, ``L['self'].idx``), was promised."""
+    return any(source == name or source == f"L['{name}']" or source.endswith(f".{name}") for name in PROMISED)
+
+
+def declared_entry(qualified: str) -> Entry | None:
+    """The rule of a declared operation."""
+    found = DECLARED.get(qualified) or DECLARED.get(qualified.partition(".")[0])
+    return None if found is None else Entry(lambda call: _row_local(call, found), frozenset())
+
+
+def _row_local(call: Call, promise: RowLocal) -> Sequence[Layout]:
+    """Padding may be in the promised dimensions alone, alike in every argument that has it, and comes out there."""
+    found: Layout | None = None
+    for name, value in call.args.items():
+        for x in (v for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, Operand)):
+            if not x.carries:
+                continue  # every row may read all of it
+            if promise.rows is not None and name not in promise.rows:
+                raise RefusedError(f"argument {name!r} is padded, and not declared to have rows")
+            inner = [d for d in x.layout.dims if d >= promise.dims]
+            if inner:
+                raise RefusedError(f"padded dim {inner[0]} of {name!r} is not declared row-local")
+            if found is not None and x.layout.axes != found.axes:
+                raise RefusedError("its arguments hold the padding in different dimensions")
+            found = x.layout
+    if found is None:
+        raise RefusedError("the size itself is used as data")
+    return for_outputs(call, content(found))
