@@ -124,18 +124,15 @@ class Call:
     def oblige(self, condition: sympy.Basic) -> None:
         """Record a condition on sizes that must hold with every symbol at its bucket; a false one is refused."""
         if condition == sympy.false:
-            raise RefusedError("a padded row would be read out of bounds")
+            raise RefusedError("indices count on in padded rows and could leave the table")
         if condition != sympy.true:
             self.obligations.append(condition)
 
     def in_range(self, index: Operand, rows: sympy.Expr) -> None:
         """Padded entries of an index must stay inside ``rows`` rows."""
         bound = index.layout.bound
-        if bound is None:
-            return
-        if bound == UNBOUNDED:
-            raise RefusedError("indices count on in padded rows and could leave the table")
-        self.oblige(sympy.Le(bound, rows))
+        if bound is not None:
+            self.oblige(sympy.false if bound == UNBOUNDED else sympy.Le(bound, rows))
 
     def look_up(self, table: Operand, dim: int, index: Operand) -> None:
         """Entries of ``index`` read ``table`` along ``dim``: padded ones stay inside, real ones read real rows.
@@ -144,12 +141,11 @@ class Call:
         """
         axis = table.axis(dim)
         if axis is not None:
-            if axis.outer != 1:
-                raise RefusedError(f"looks up rows across the padding inside dim {dim}")
             if index.span is None:
                 raise RefusedError(f"looks up rows of padded dim {dim} by values that may be negative or too large")
-            end, rows = index.span.end, axis.count(self.symbol) * axis.inner
-            if end is not None and not never_negative(rows - end):
+            rows = axis.count(self.symbol) * axis.inner  # up to here, an entry is the same one at every size
+            end = index.span.end if index.span.end is not None else rows * axis.outer
+            if not never_negative(rows - end):
                 raise RefusedError(f"looks up rows of padded dim {dim} by values that may exceed the real rows")
         self.in_range(index, table.shape[dim] if table.shape else sympy.Integer(1))
 
@@ -219,9 +215,14 @@ def forbid(operand: Operand, dims: Iterable[int], what: str) -> None:
 
 
 def never_negative(difference: sympy.Expr) -> bool:
-    """Whether a difference of sizes is provably at least 0, whatever the sizes."""
-    difference = sympy.expand(difference)
-    return bool(difference.is_Integer and difference >= 0)
+    """Whether a difference of sizes is provably at least 0, whatever the sizes (each is at least 1)."""
+    symbols = difference.free_symbols
+    shifted = sympy.expand(difference.xreplace({s: s + 1 for s in symbols}))
+    if not symbols:
+        return bool(shifted.is_Integer and shifted >= 0)
+    if not shifted.is_polynomial(*symbols):
+        return False
+    return all(c.is_Integer and c >= 0 for c in sympy.Poly(shifted, *symbols).coeffs())
 
 
 def content(layout: Layout) -> Layout:

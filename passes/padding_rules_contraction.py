@@ -20,8 +20,7 @@ def _slice(operand: Operand, dims: Sequence[int]) -> Operand:
 
 def multiply(call: Call, a: Operand, b: Operand) -> dict[int, Axis]:
     """``a @ b`` with the rules of ``matmul``: 1-D operands, batch broadcast, the inner dimension contracted."""
-    forbid(a, [a.ndim - 1], SUM)
-    forbid(b, [max(b.ndim - 2, 0)], SUM)
+    forbid(a, [a.ndim - 1], SUM)  # the dimension of ``b`` that it meets has the same size
     batch = [_slice(x, range(x.ndim - 2)) for x in (a, b) if x.ndim > 2]
     lead = max((x.ndim for x in batch), default=0)
     axes = broadcast(call, batch, lead)
@@ -51,7 +50,6 @@ def linear(call: Call) -> Layout:
     x, weight = call.tensor("input"), call.tensor("weight")
     last = len(call.out) - 1
     forbid(x, [x.ndim - 1], SUM)
-    forbid(weight, [weight.ndim - 1], SUM)
     axes = dict(x.layout.axes)
     if weight.ndim == 2:
         axes |= weight.moved({0: last})
@@ -71,9 +69,7 @@ def outer(call: Call) -> Layout:
 def inner(call: Call) -> Layout:
     """Contracts the last dimensions and keeps the others, first those of ``self``."""
     a, b = call.tensor("self"), call.tensor("other")
-    for x in (a, b):
-        if (x.ndim == 0 and x.carries) or (x.ndim and x.axis(x.ndim - 1) is not None):
-            raise RefusedError("contracts over a padded dim")
+    forbid(a, [a.ndim - 1], SUM)
     if not (a.ndim and b.ndim):
         return Layout.of(broadcast(call, [a, b], len(call.out)))
     return Layout.of(dict(a.layout.axes) | {d + a.ndim - 1: axis for d, axis in b.layout.axes})
@@ -134,7 +130,7 @@ def einsum(call: Call) -> Layout:
 
 @rule("conv1d", "conv2d", "conv3d", "convolution", "_convolution")
 def convolution(call: Call) -> Layout:
-    """The batch may carry, channels are contracted. Along the one dimension of a 1-D convolution padding stays behind.
+    """The batch may carry, channels not (nor the weight, which has the same). Along the one dimension of a 1-D convolution padding stays behind.
 
     In two dimensions libraries transform whole tiles (Winograd, FFT), where a padded entry can reach its neighbours.
     """
@@ -142,7 +138,6 @@ def convolution(call: Call) -> Layout:
     _plain_filter(call, weight)
     space = weight.ndim - 2
     first = x.ndim - space
-    forbid(x, [first - 1], SUM)
     if space != 1 or call.get("transposed"):
         forbid(x, range(first, x.ndim), "mixes entries along")
         return content(x.layout)
@@ -158,15 +153,13 @@ def _plain_filter(call: Call, weight: Operand) -> None:
 
 
 def _looking_ahead(call: Call, weight: Operand) -> int:
-    """How many windows of a 1-D convolution look past the end: as many as it pads there, if its step is 1."""
-    padding, dilation, stride = (_only(call.get(name)) for name in ("padding", "dilation", "stride"))
+    """How many windows of a 1-D convolution look past the end: at most as many as it pads there."""
+    padding, dilation = (_only(call.get(name)) for name in ("padding", "dilation"))
     if padding == "valid":
         padding = 0
     if padding == "same":
         total = dilation * (int(weight.shape[-1]) - 1)
         padding = total - total // 2
-    if padding and stride != 1:
-        raise RefusedError("pads behind the padded rows, and takes steps")
     return int(padding)
 
 
@@ -191,7 +184,6 @@ def attention(call: Call) -> Layout:
     rows = query.ndim - 2
     if call.get("dropout_p") != 0:
         raise RefusedError("random values depend on the padded shape")
-    forbid(query, [query.ndim - 1], SUM)
     for x in (key, value):
         forbid(x, [x.ndim - 2, x.ndim - 1], "attends to")
     if call.get("enable_gqa"):
@@ -201,7 +193,6 @@ def attention(call: Call) -> Layout:
         raise RefusedError(f"the causal mask depends on the length of padded dim {rows}")
     operands = [query, key, value]
     if isinstance(mask, Operand):
-        forbid(mask, [mask.ndim - 1], "masks keys along")
         operands.append(mask)
     return Layout.of(broadcast(call, operands, query.ndim))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .layout import Layout
+from .layout import INDEPENDENT, Layout
 from .padding_rules_base import Call, Entry, Operand, RefusedError, content, for_outputs
 
 __all__ = ["DECLARED", "PROMISED", "RowLocal", "declared_entry", "is_promised"]
@@ -59,6 +59,4 @@ def _row_local(call: Call, promise: RowLocal) -> Sequence[Layout]:
             if found is not None and x.layout.axes != found.axes:
                 raise RefusedError("its arguments hold the padding in different dimensions")
             found = x.layout
-    if found is None:
-        raise RefusedError("the size itself is used as data")
-    return for_outputs(call, content(found))
+    return for_outputs(call, content(found or INDEPENDENT))

@@ -55,11 +55,11 @@ def without_size(call: Call) -> Layout:
 
 @rule("arange", sizes=("end",))
 def arange(call: Call) -> Layout:
-    """Counting up from a start that is free of the symbol is a prefix of counting further."""
+    """Counting from a start that is free of the symbol is a prefix of counting further."""
     step = call.get("step", 1)
     step = int(step) if isinstance(step, sympy.Integer) else step
-    if isinstance(step, sympy.Expr) or step <= 0:
-        raise RefusedError("counts down, or by a size")
+    if isinstance(step, sympy.Expr):
+        raise RefusedError("counts by a size")
     start = call.get("start", 0)
     size = call.out[0]
     axis = front(size, call.symbol)
@@ -69,5 +69,5 @@ def arange(call: Call) -> Layout:
         raise RefusedError(f"counts {size} steps, which need not grow with the padded size", "derived-size")
     end = call.get("end")
     negative = not (start.is_nonnegative if isinstance(start, sympy.Expr) else start >= 0)
-    bound = sympy.oo if negative or isinstance(end, float) else sympy.sympify(end)
+    bound = sympy.oo if negative or step < 0 or isinstance(end, float) else sympy.sympify(end)
     return Layout.of({0: axis}, bound=bound)

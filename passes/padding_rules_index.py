@@ -93,15 +93,14 @@ def one_hot(call: Call) -> Layout:
 
 
 def _row_local(call: Call, x: Operand, index: Operand, source: Operand | None, dim: int) -> Layout:
-    """Writes that stay within each padded row: nothing carries in ``dim``, everything is aligned elsewhere."""
+    """Writes that stay within each padded row: neither index nor source carries in ``dim``, or where ``x`` does not."""
     for d in set(index.layout.dims) | set(source.layout.dims if source is not None else ()):
         if d == dim or x.axis(d) is None:
             raise RefusedError(WRITTEN)
-    forbid(x, [dim], "writes rows of")
     _aligned(call, x, index, dim)
     if source is not None and not source.layout.uniform and source.layout.axes != x.layout.axes:
         raise RefusedError("the source is padded differently than the tensor")
-    call.in_range(index, x.shape[dim] if x.shape else sympy.Integer(1))
+    call.look_up(x, dim, index)
     return Layout(x.layout.axes)
 
 
@@ -134,12 +133,9 @@ def index_put(call: Call) -> Layout:
     given: Sequence[Operand] = [i for i in call.args["indices"] if i is not None]
     if any(i.carries for i in given):
         raise RefusedError(WRITTEN)
-    forbid(x, [d for d, i in enumerate(call.args["indices"]) if i is not None], "writes rows of")
     _, _, axes, _ = _indexed(call, x)
     ndim = x.ndim - len(given) + max(i.ndim for i in given)
     written = broadcast(call, [values], ndim)
     if not values.layout.uniform and any(axes.get(d) != axis for d, axis in written.items()):
-        raise RefusedError(WRITTEN)
-    if values.layout.uniform and set(written) - set(axes):
         raise RefusedError(WRITTEN)
     return Layout(x.layout.axes)

@@ -99,18 +99,10 @@ def distance(call: Call) -> Layout:
     return drop(layout, [dim], bool(call.get("keepdim", False)))
 
 
-def _plain_weights(call: Call, *names: str) -> None:
-    for name in names:
-        value = call.get(name)
-        if isinstance(value, Operand) and value.carries:
-            raise RefusedError(f"{name} is padded")
-
-
-@rule("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm")
+@rule("layer_norm", "native_layer_norm", "rms_norm", "_fused_rms_norm", sizes=("normalized_shape",))
 def layer_norm(call: Call) -> Sequence[Layout]:
-    """The trailing dimensions of ``normalized_shape`` must not carry; statistics keep the leading ones."""
+    """The trailing dimensions of ``normalized_shape`` must not carry (the weights have no others)."""
     x = call.tensor("input")
-    _plain_weights(call, "weight", "bias")
     normalised = call.args["normalized_shape"]
     forbid(x, range(x.ndim - len(normalised), x.ndim), "normalises over")
     return for_outputs(call, content(x.layout))
@@ -120,7 +112,6 @@ def layer_norm(call: Call) -> Sequence[Layout]:
 def group_norm(call: Call) -> Sequence[Layout]:
     """Each sample is normalised on its own: only dim 0 may carry. (``native_group_norm`` needs its sizes as data.)"""
     x = call.tensor("input")
-    _plain_weights(call, "weight", "bias")
     forbid(x, range(1, x.ndim), "normalises over")
     return for_outputs(call, content(x.layout))
 
@@ -129,7 +120,6 @@ def group_norm(call: Call) -> Sequence[Layout]:
 def instance_norm(call: Call) -> Layout:
     """Each sample on its own unless running statistics are read or updated."""
     x = call.tensor("input")
-    _plain_weights(call, "weight", "bias")
     forbid(x, range(1, x.ndim), "normalises over")
     if call.get("running_mean") is not None or call.get("running_var") is not None:
         raise RefusedError("running statistics average over padded rows")
@@ -140,7 +130,6 @@ def instance_norm(call: Call) -> Layout:
 def batch_norm(call: Call) -> Sequence[Layout]:
     """Row by row only with given statistics; batch statistics average over padded rows."""
     x = call.tensor("input")
-    _plain_weights(call, "weight", "bias", "running_mean", "running_var")
     if call.get("training", False) is not False:
         raise RefusedError("batch statistics average over padded rows")
     forbid(x, [1], "has one weight per entry of")

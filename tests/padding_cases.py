@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from torch_graph_backend.passes.padding_rules_declared import DECLARED, RowLocal
+
 
 def rotate(q, positions):
     angles = positions[:, None].float() * torch.tensor([1.0, 0.1, 0.01, 0.001])
@@ -36,6 +38,25 @@ def causal_scores(x):
     mask = torch.ones(size, size, dtype=torch.bool).tril()
     return (x @ x.t()).masked_fill(~mask, float("-inf"))
 
+
+def put_in_another_order(x):
+    target = torch.zeros(2 * x.shape[0], 8)
+    target[:, torch.tensor([0, 1])] = x.repeat(2, 1)[:, :2]
+    return target * 1
+
+
+def _declare(schema, function, dims, rows):
+    """A custom operation that is declared row-local in its first ``dims`` dimensions (which its body does keep)."""
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema)
+    LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    DECLARED[f"padding_cases::{name}"] = RowLocal(dims, rows)
+
+
+LIBRARY = torch.library.Library("padding_cases", "DEF")
+_declare("shifted(Tensor x, Tensor table) -> Tensor", lambda x, table: x + table.sum(0), 1, ("x",))
+_declare("softened(Tensor x) -> Tensor", lambda x: x.softmax(-1), 1, None)
+_declare("mixed(Tensor x, Tensor y) -> Tensor", lambda x, y: x + y.sum(1), 2, None)
 
 #: name -> (function, argument specs, refused packets with their codes). Nothing else may be refused.
 P, D, U = "padding", "derived-size", "unknown-op"
@@ -203,6 +224,185 @@ CASES = {
     "write scores into new memory": (lambda a: torch.zeros(a.shape[0], 8).copy_(a), ["T,8"], {}),
     "flat write in other order": (lambda a: torch.zeros(a.shape[0] * a.shape[1]).copy_(a.reshape(-1)), ["B,T"],
                                   {"zeros": D, "copy_": D}),
+    # one case for each refusal that the ones above do not reach
+    "ragged, cut too little": (lambda a, w: F.pad(F.conv1d(a, w, padding=2), (0, -1)), ["1,4,T", "4,4,3"],
+                              {"conv1d": P, "pad": D}),
+    "ragged, returned": (lambda a, w: F.conv1d(a, w, padding=2), ["1,4,T", "4,4,3"], {"conv1d": P}),
+    "ragged, cut": (lambda a, w: F.silu(F.conv1d(a, w, padding=2)[..., : a.shape[-1]]), ["1,4,T", "4,4,3"], {}),
+    "ragged, cut by one": (lambda a, w: F.conv1d(a, w, padding=2)[..., :-1], ["1,4,T", "4,4,3"],
+                          {"conv1d": P, "slice": D}),
+    "ragged, written": (lambda a, w: torch.zeros(1, 4, a.shape[2] + 2).copy_(F.conv1d(a, w, padding=2)),
+                        ["1,4,T", "4,4,3"], {"conv1d": P, "copy_": D}),
+    "ragged, changed in place": (lambda a, w: F.conv1d(a, w, padding=2).relu_()[..., : a.shape[-1]],
+                                 ["1,4,T", "4,4,3"], {}),
+    "same convolution": (lambda a, w: F.conv1d(a, w, padding="same"), ["1,4,T", "4,4,3"], {"conv1d": P}),
+    "strided convolution": (lambda a, w: F.conv1d(a, w, stride=2), ["1,4,T", "4,4,3"], {}),
+    "strided convolution, padded": (lambda a, w: F.conv1d(a, w, stride=2, padding=2), ["1,4,T", "4,4,3"],
+                                    {"conv1d": P}),
+    "dilated convolution": (lambda a, w: F.conv1d(F.pad(a, (4, 0)), w, dilation=2), ["1,4,T", "4,4,3"], {}),
+    "convolution over channels": (lambda a, w: F.conv1d(a[None].transpose(1, 2)[:, :3], w), ["6,T", "4,3,3"], {}),
+    "convolution of padded channels": (lambda a, w: F.conv1d(a[None], w, groups=1), ["T,6", "4,T,3"], {"conv1d": P}),
+    "convolution with padded filters": (lambda a, w: F.conv1d(a, w), ["1,4,6", "T,4,3"], {"conv1d": P}),
+    "convolution in two dims": (lambda a, w: F.conv2d(a, w), ["1,3,T,8", "4,3,3,3"], {"conv2d": P}),
+    "convolution behind padding": (lambda a, w: F.conv1d(a.repeat(1, 1, 2), w), ["1,4,T", "4,4,3"], {"conv1d": P}),
+    "transposed convolution": (lambda a, w: F.conv_transpose1d(a, w), ["B,4,6", "4,4,3"], {}),
+    "transposed convolution over tokens": (lambda a, w: F.conv_transpose1d(a, w, padding=1), ["1,4,T", "4,4,3"],
+                                           {"conv_transpose1d": P}),
+    "transposed convolution, padded filters": (lambda a, w: F.conv_transpose1d(a, w), ["1,4,6", "4,T,3"],
+                                               {"conv_transpose1d": P}),
+    "attention with dropout": (lambda q, k: attend(q, k, k, dropout_p=0.5), ["B,2,4,8", "B,2,4,8"],
+                               {"scaled_dot_product_attention": P}),
+    "attention, padded features": (lambda q, v: attend(q, q, v), ["1,2,4,T", "1,2,4,8"],
+                                   {"scaled_dot_product_attention": P}),
+    "attention, padded mask": (lambda q, m: attend(q.mT, q.mT, q.mT, attn_mask=m), ["1,2,8,T", "T,T"],
+                               {"scaled_dot_product_attention": P}),
+    "attention, padded groups": (lambda q, k: attend(q, k, k, enable_gqa=True), ["1,T,4,8", "1,T,4,8"],
+                                 {"scaled_dot_product_attention": P}),
+    "tensordot over tokens": (lambda a, b: torch.tensordot(a, b, dims=([1], [0])), ["4,T", "T,8"], {"tensordot": P}),
+    "inner": (lambda a, b: torch.inner(a, b), ["T,8", "4,8"], {}),
+    "inner over tokens": (lambda a, b: torch.inner(a, b), ["4,T", "8,T"], {"inner": P}),
+    "linear over tokens": (lambda a, w: F.linear(a, w), ["4,T", "8,T"], {"linear": P}),
+    "linear of padded filters": (lambda a, w: F.linear(a, w), ["4,8", "T,8"], {}),
+    "diagonal of two orders": (lambda a: torch.einsum("tt->t", a.repeat(2, 1) @ a.repeat_interleave(2, 0).t()),
+                               ["T,8"], {"einsum": P}),
+    "two orders": (lambda a: a.repeat(2, 1) + a.repeat_interleave(2, 0), ["T,8"], {"add": P}),
+    "shuffle": (lambda a: torch.channel_shuffle(a, 2), ["B,4,3,3"], {}),
+    "shuffle padded channels": (lambda a: torch.channel_shuffle(a.repeat(1, 2, 1, 1), 2), ["1,T,3,3"],
+                                {"channel_shuffle": P}),
+    "arange of the square": (lambda a: torch.arange(a.shape[0] * a.shape[0]), ["T,8"], {"arange": D}),
+    "arange by a size": (lambda a: torch.arange(0, a.shape[0] * a.shape[0], a.shape[0]), ["T,8"], {"arange": P}),
+    "arange from the size": (lambda a: torch.arange(a.shape[0], a.shape[0] + 4), ["T,8"], {"arange": P}),
+    "gather from other rows": (lambda a, i: a.gather(1, i), ["T,8", "i:3,2"], {"gather": P}),
+    "gather by constant": (lambda a: a.t().gather(1, torch.zeros(8, a.shape[0], dtype=torch.long)), ["T,8"], {}),
+    "gather by constant of other rows": (
+        lambda a: a.gather(1, torch.zeros(3, 2, dtype=torch.long)), ["T,8"], {"gather": P}),
+    "gather, scaled rows": (
+        lambda a, i: a.repeat(2, 1).gather(1, i.repeat_interleave(2, 0)), ["T,8", "i:T,2"], {"gather": P}),
+    "boolean mask": (lambda a, m: a[m], ["T,8", "b:T"], {"index": P}),
+    "one_hot of positions": (lambda a: F.one_hot(torch.arange(a.shape[0]), 9), ["T,8"], {}),
+    "look up padded rows": (lambda a: a[torch.arange(a.shape[0])] + a.index_select(0, torch.zeros(1, dtype=torch.long)),
+                            ["T,8"], {}),
+    "look up more rows than there may be": (lambda a: a.index_select(0, torch.arange(3)), ["T,8"], {"index_select": P}),
+    "look up by unknown": (lambda a, i: a[i - 1], ["T,8", "i:3"], {"index": P}),
+    "look up behind padding": (lambda a: a.repeat(2, 1)[torch.arange(6)], ["T,8"], {"index": P}),
+    "look up what only the bucket has": (
+        lambda a: a[:-2][(torch.arange(a.shape[0]) + 1).clamp(0, a.shape[0] - 3)], ["T,8"], {"clamp": P, "index": P}),
+    "look up a rotated table": (lambda i, t: t[: i.shape[0]][i], ["i:T", "64,8"], {"index": P}),
+    "look up a table by positions": (lambda i, t: t[: i.shape[0]][torch.arange(i.shape[0])], ["i:T", "64,8"], {}),
+    "look up beyond the table": (lambda a, t: t[torch.arange(a.shape[0])], ["T,8", "8,8"], {}),
+    "select beyond the table": (lambda a, t: t.index_select(0, torch.arange(a.shape[0])), ["T,8", "8,8"], {}),
+    "embed beyond the table": (lambda a, t: F.embedding(torch.arange(a.shape[0]), t), ["T,8", "8,8"], {}),
+    "gather beyond the row": (lambda a, t: t.expand(a.shape[0], 8).gather(1, torch.arange(a.shape[0])[:, None]),
+                              ["T,4", "8"], {}),
+    "scatter beyond the row": (lambda a: torch.zeros(a.shape[0], 8).scatter(1, torch.arange(a.shape[0])[:, None], a),
+                               ["T,4"], {}),
+    "table too short": (lambda a, t: a + t[: a.shape[0]], ["T,8", "8,8"], {}),
+    "select padded rows": (lambda a, i: a.index_select(0, i), ["T,8", "i:3"], {"index_select": P}),
+    "scatter over tokens": (lambda a, i: a.scatter(0, i, a[:1]), ["T,8", "i:1,8"], {"scatter": P}),
+    "scatter other rows": (lambda a, i: torch.zeros(8, 8).scatter(1, i, a), ["T,2", "i:T,2"], {"scatter": P}),
+    "scatter another order": (lambda a, i: torch.zeros(i.shape[0] * 2, 8).scatter(
+        1, i.repeat_interleave(2, 0), a.repeat(2, 1)), ["T,2", "i:T,2"], {"scatter": P}),
+    "index_fill rows": (lambda a, i: a.index_fill(0, i, 1.0), ["T,8", "i:2"], {"index_fill": P}),
+    "index_copy padded source": (lambda a, c: c.index_copy(1, torch.tensor([0, 1]), a), ["T,2", "T,8"], {}),
+    "index_copy other rows": (
+        lambda a: torch.zeros(a.shape[0] * 2, 8).fill_(1.0).index_copy(1, torch.tensor([0]), a.repeat(2, 1)[:, :1]) +
+        a.repeat_interleave(2, 0), ["T,8"], {"index_copy": P, "add": D}),
+    "index_add padded positions": (lambda a, i: torch.zeros(4, 8).index_add(0, i, a), ["T,8", "i:T"],
+                                   {"index_add": P}),
+    "index_put padded positions": (lambda a, i: torch.zeros(4, 8).index_put((i,), a, accumulate=True),
+                                   ["T,8", "i:T"], {"index_put": P}),
+    "index_put padded rows": (lambda a: a.index_put((torch.tensor([-1]),), torch.tensor(1.0)), ["T,8"],
+                              {"index_put": P}),
+    "index_put per row": (lambda a, b: a.index_put((torch.arange(a.shape[0]), torch.tensor(1)), b),
+                          ["T,8", "T"], {"index_put": P}),
+    "integer division by positions": (lambda i: i // (torch.arange(i.shape[0]) - 8), ["i:T"], {"floor_divide": P}),
+    "prelu of padded weights": (lambda a, w: F.prelu(a, w), ["3,T", "T"], {"prelu": P}),
+    "copy another order": (lambda a: a.repeat(2, 1).copy_(a.repeat_interleave(2, 0)), ["T,8"], {"copy_": P}),
+    "native dropout": (lambda a: torch.native_dropout(a, 0.5, True)[0], ["T,8"], {"native_dropout": P}),
+    "glu over tokens": (lambda a: F.glu(a.repeat(2, 1), 0), ["T,8"], {"glu": P}),
+    "padded norm weights": (lambda a, w: F.layer_norm(a, a.shape[1:], w, w), ["4,T", "T"], {"layer_norm": P}),
+    "norm over tokens": (lambda a: torch.native_layer_norm(a, [a.shape[1]], None, None, 1e-5)[0], ["4,T"],
+                         {"native_layer_norm": P}),
+    "group norm of padded channels": (lambda a, w: F.group_norm(a, 1, w), ["2,T,6", "T"], {"group_norm": P}),
+    "instance norm of padded channels": (lambda a, w: F.instance_norm(a, weight=w), ["2,T,6", "T"],
+                                         {"instance_norm": P}),
+    "instance norm with statistics": (lambda a, m: F.instance_norm(a, m, m.abs() + 1), ["B,4,6", "4"],
+                                      {"instance_norm": P}),
+    "batch norm of padded channels": (lambda a, m: F.batch_norm(a, m, m.abs() + 1), ["3,T", "T"], {"batch_norm": P}),
+    "pool, look past the end": (lambda a: F.avg_pool1d(a, 3, 1, padding=1), ["2,4,T"], {"avg_pool1d": P}),
+    "pool, a last short window": (lambda a: F.avg_pool1d(a, 2, 2, ceil_mode=True), ["2,4,T"], {"avg_pool1d": P}),
+    "pool in two dims": (lambda a: F.max_pool2d(a, 2), ["2,4,T,8"], {}),
+    "upsample tokens": (lambda a: F.interpolate(a, scale_factor=2.0, mode="linear"), ["2,4,T"],
+                        {"upsample_linear1d": P}),
+    "pixel shuffle over tokens": (lambda a: F.pixel_unshuffle(a.repeat(1, 1, 2, 1), 2), ["1,1,T,8"],
+                                  {"pixel_unshuffle": P}),
+    "fft over features": (lambda a: torch.view_as_real(torch.fft.fft(a)), ["T,8"], {}),
+    "fft over tokens": (lambda a: torch.view_as_real(torch.fft.fft(a, dim=0)), ["T,8"], {"fft_fft": P}),
+    "expand by a falling size": (lambda a, v: v.expand(64 - a.shape[0], 8), ["T,8", "8"], {"expand": D}),
+    "fill a falling size": (lambda a: torch.zeros(64 - a.shape[0], 8).cumsum(0), ["T,8"], {"zeros": D, "cumsum": D}),
+    "count a falling size": (lambda a: torch.arange(64 - a.shape[0]), ["T,8"], {"arange": D}),
+    "bits of padded rows": (lambda a: a.t().contiguous().view(torch.int16), ["T,8"], {"view": P}),
+    "repeat flattened": (lambda a: a.repeat_interleave(2), ["8,T"], {"repeat_interleave": P}),
+    "split tokens": (lambda a: a.repeat(2, 1).chunk(2, 0)[1] + 1, ["T,8"], {"chunk": P}),
+    "unbind tokens": (lambda a: a.repeat(2, 1).unflatten(0, (2, -1)).unbind(0)[1], ["T,8"], {}),
+    "select behind padding": (lambda a: a.repeat(2, 1)[7], ["T,8"], {"select": P}),
+    "slice from a size": (lambda a, t: t[a.shape[0] : a.shape[0] + 2], ["T,8", "64,8"], {"slice": P}),
+    "slice across the padding": (lambda a: a.repeat(2, 1)[2:], ["T,8"], {"slice": P}),
+    "slice by steps": (lambda a: a[1::2], ["T,8"], {}),
+    "slice by a size": (lambda a, t: t[:: a.shape[0]], ["T,8", "60,8"], {"slice": P}),
+    "slice half": (lambda a: a[: a.shape[0] // 2], ["T,8"], {}),
+    "circular pad": (lambda a: F.pad(a, (1, 0), mode="circular"), ["1,4,T"], {"pad": P}),
+    "reflect in front": (lambda a: F.pad(a, (2, 0), mode="reflect"), ["1,4,T"], {}),
+    "pad behind other padding": (lambda a: F.pad(a.repeat(2, 1), (0, 0, 1, -1)), ["T,8"], {"pad": P}),
+    "tril across padding": (lambda a: a.repeat(2, 1).tril(), ["T,8"], {"tril": P}),
+    "diagonal matrices": (lambda a: torch.diag_embed(a), ["T,8"], {}),
+    "diagonal matrices of tokens": (lambda a: torch.diag_embed(a), ["4,T"], {"diag_embed": P}),
+    "diagonal matrices in front": (lambda a: torch.diag_embed(a, dim1=0, dim2=1), ["T,8"], {"diag_embed": P}),
+    "diagonal": (lambda a: a.diagonal(dim1=1, dim2=2), ["T,8,8"], {}),
+    "diagonal over tokens": (lambda a: a.diagonal(dim1=0, dim2=1), ["T,4,8"], {"diagonal": P}),
+    "diagonal across padding": (lambda a: a.repeat(2, 1).diagonal(), ["T,8"], {"diagonal": P}),
+    "windows": (lambda a: a.unfold(0, 3, 1).sum(-1), ["T,8"], {}),
+    "windows across the padding": (lambda a: a.repeat(2, 1).unfold(0, 3, 1), ["T,8"], {"unfold": P}),
+    "fill with a padded value": (lambda a: torch.zeros(8).fill_(a.sum()), ["T,8"], {"sum": P}),
+    "token shift": (lambda a, p: a - torch.cat([p, a[:-1]]), ["T,8", "1,8"], {}),
+    "cat behind other padding": (lambda a, b: torch.cat([b, a.repeat(2, 1)], 0), ["T,8", "3,8"], {"cat": P}),
+    "cat and cut": (lambda a, b: torch.cat([b, a], 0)[: a.shape[0]], ["T,8", "3,8"], {}),
+    "positions written to indices": (lambda i, w: (i.add_(torch.arange(i.shape[0])), F.embedding(i, w))[1],
+                                     ["i:T", "8,8"], {"add_": P}),
+    "count beyond the table": (lambda i, w: F.embedding(torch.ones_like(i).cumsum(0), w), ["i:T", "6,8"],
+                               {"embedding": P}),
+    "look up by promise": (lambda a, i: a.repeat_interleave(2, 0)[i], ["T,8", "x:3"], {}),
+    "look up by promise, behind padding": (lambda a, i: a.repeat(2, 1)[i], ["T,8", "x:3"], {"index": P}),
+    "convolution in two dims, same size": (lambda a, w: F.conv2d(a, w, padding=1), ["1,3,T,8", "4,3,3,3"],
+                                           {"conv2d": P}),
+    "attention, groups of a padded size": (
+        lambda q, k: attend(q.repeat_interleave(4, 1), k, k, enable_gqa=True), ["1,T,4,8", "1,4,4,8"],
+        {"scaled_dot_product_attention": P}),
+    "gather a table by constant": (lambda a, t: t.gather(1, torch.zeros(a.shape[0], 2, dtype=torch.long)),
+                                   ["T,8", "8,8"], {"gather": P}),
+    "scatter a value by positions": (lambda a: torch.zeros(16, 1).scatter(0, torch.arange(a.shape[0])[:, None], 1.0),
+                                     ["T,8"], {"scatter": P}),
+    "scatter a value in another order": (lambda i: torch.zeros(i.shape[0] * 2, 8).scatter(1, i.repeat(2, 1), 1.0),
+                                         ["i:T,2"], {"scatter": P}),
+    "index_fill by positions": (lambda a: torch.zeros(16, 8).index_fill(0, torch.arange(a.shape[0]), 1.0), ["T,8"],
+                                {"index_fill": P}),
+    "index_fill the last row": (lambda a: a.index_fill(0, torch.tensor([-1]), 1.0), ["T,8"], {"index_fill": P}),
+    "index_put in another order": (put_in_another_order, ["T,8"], {"index_put_": P}),
+    "prelu in another order": (lambda a, w: F.prelu(a.repeat(1, 2), w.repeat_interleave(2)), ["3,T", "T"],
+                               {"prelu": P}),
+    "batch norm in another order": (
+        lambda a, m: F.batch_norm(a.repeat(1, 2), m.repeat_interleave(2), m.repeat_interleave(2).abs() + 1),
+        ["3,T", "T"], {"batch_norm": P}),
+    "pool with positions": (lambda a: F.max_pool2d(a, 3, 1, 1, return_indices=True), ["2,4,T,8"],
+                            {"max_pool2d_with_indices": P}),
+    "same bits": (lambda a: a.t().contiguous().view(torch.int32), ["T,8"], {}),
+    "count down": (lambda a: a + torch.arange(0, -a.shape[0], -1)[:, None], ["T,8"], {}),
+    "declared": (lambda a, w: torch.ops.padding_cases.shifted(a, w), ["T,8", "3,8"], {}),
+    "declared, whole argument padded": (lambda a, w: torch.ops.padding_cases.shifted(a, w), ["T,8", "T,8"],
+                                        {"shifted": P}),
+    "declared, inner dim padded": (lambda a: torch.ops.padding_cases.softened(a), ["4,T"], {"softened": P}),
+    "declared, arguments padded differently": (lambda a, b: torch.ops.padding_cases.mixed(a, b), ["T,4", "4,T"],
+                                               {"mixed": P}),
     # models
     "rotary": (lambda a: rotate(a, torch.arange(a.shape[-2])), ["B,2,T,8"], {}),
     "MoE": (moe, ["T,8", "8,4", "4,8,8"], {}),

@@ -17,10 +17,14 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch_graph_backend.passes.alias import hidden_writes, is_random
 from torch_graph_backend.passes.layout import Layout, expr_of
 from torch_graph_backend.passes.padding import PaddingResult, analyse
+from torch_graph_backend.passes.padding_rules_declared import PROMISED
 
 HINT = {"T": 7, "B": 5}
 REAL = {"T": 5, "B": 3}
 BUCKET = {"T": 10, "B": 6}
+#: The one promised argument name.
+PROMISE = "promised by the padding harness"
+PROMISED[PROMISE] = None
 FILLS = ("row0", "random", "nan")
 
 
@@ -47,7 +51,7 @@ class Traced:
 
 
 def parse(spec: str) -> tuple[list[str | int], str]:
-    """``"i:B,T,8"`` -> dims and kind (``f`` floats, ``i`` indices below 4, ``b`` booleans)."""
+    """``"i:B,T,8"`` -> dims and kind: ``f`` floats, ``i`` indices below 4, ``x`` promised indices 4 to 7, ``b`` booleans."""
     kind, _, dims = spec.rpartition(":")
     return [d if d.isalpha() else int(d) for d in dims.split(",") if d], kind or "f"
 
@@ -57,6 +61,8 @@ def tensor(spec: str, sizes: dict[str, int], seed: int) -> torch.Tensor:
     dims, kind = parse(spec)
     shape = [sizes[d] if isinstance(d, str) else d for d in dims]
     generator = torch.Generator().manual_seed(seed)
+    if kind == "x":
+        return torch.randint(4, 8, shape, generator=generator)
     if kind == "i":
         return torch.randint(0, 4, shape, generator=generator)
     values = torch.randn(shape, generator=generator)
@@ -67,7 +73,10 @@ def trace(function: Callable[..., object], specs: Sequence[str]) -> tuple[GraphM
     """The pre-dispatch graph over fake tensors with symbolic sizes, and the symbols by name."""
     tensors = [tensor(spec, HINT, i) for i, spec in enumerate(specs)]
     names = [{k: d for k, d in enumerate(parse(spec)[0]) if isinstance(d, str)} for spec in specs]
-    return trace_tensors(function, tensors, names)
+    gm, symbols = trace_tensors(function, tensors, names)
+    for node, spec in zip(gm.graph.find_nodes(op="placeholder"), specs, strict=True):
+        node.meta["source"] = PROMISE if parse(spec)[1] == "x" else ""
+    return gm, symbols
 
 
 def trace_tensors(
