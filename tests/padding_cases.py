@@ -360,6 +360,8 @@ CASES = {
     "diagonal matrices in front": (lambda a: torch.diag_embed(a, dim1=0, dim2=1), ["T,8"], {"diag_embed": P}),
     "diagonal": (lambda a: a.diagonal(dim1=1, dim2=2), ["T,8,8"], {}),
     "diagonal over tokens": (lambda a: a.diagonal(dim1=0, dim2=1), ["T,4,8"], {"diagonal": P}),
+    "embed beyond the table, moved": (lambda a, t: F.embedding(torch.arange(a.shape[0]) + 2, t), ["T,8", "9,8"], {}),
+    "look up from the end": (lambda a: a[torch.arange(-2, 0)], ["T,8"], {"index": P}),
     "diagonal across padding": (lambda a: a.repeat(2, 1).diagonal(), ["T,8"], {"diagonal": P}),
     "windows": (lambda a: a.unfold(0, 3, 1).sum(-1), ["T,8"], {}),
     "windows across the padding": (lambda a: a.repeat(2, 1).unfold(0, 3, 1), ["T,8"], {"unfold": P}),

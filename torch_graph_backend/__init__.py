@@ -6,6 +6,12 @@ from torch_graph_backend.ahead import capture
 from torch_graph_backend.backend import bcg, close, reset
 from torch_graph_backend.break_ops import Registered, break_op, break_ops, register_break_op, unregister_break_op
 from torch_graph_backend.debug import debug_dir
+from torch_graph_backend.declare import (
+    declare_indices,
+    declare_row_local,
+    undeclare_indices,
+    undeclare_row_local,
+)
 from torch_graph_backend.errors import TorchGraphBackendError
 from torch_graph_backend.explain import Explanation, explain, plans
 from torch_graph_backend.passes.reasons import Reason
@@ -36,12 +42,16 @@ __all__ = [
     "close",
     "current_step",
     "debug_dir",
+    "declare_indices",
+    "declare_row_local",
     "explain",
     "measure",
     "plans",
     "register_break_op",
     "reset",
     "stats",
+    "undeclare_indices",
+    "undeclare_row_local",
     "unregister_break_op",
     "would_replay",
 ]

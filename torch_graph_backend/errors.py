@@ -168,6 +168,18 @@ class MissingFake(BreakOpError):  # noqa: N818 (the name is the cause)
         return "\n    ".join([f"{super().__str__()}:", *self.lines])
 
 
+class DeclarationError(TorchGraphBackendError):
+    """Something was declared row-local, or an index, that cannot be. ``what`` names it."""
+
+    code = "BCG311"
+    template = "declaration of {what}: it {problem}"
+
+    def __init__(self, what: str, problem: str, *, where: str = "", fix: str = "") -> None:
+        self.what = what
+        self.problem = problem
+        super().__init__(self.template.format(what=what, problem=problem), where=where, fix=fix)
+
+
 class ReplayError(TorchGraphBackendError, RuntimeError):
     """A recorder was asked to replay a recording that was cleaned up, or that is not its own."""
 

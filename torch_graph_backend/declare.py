@@ -1,0 +1,106 @@
+"""What a user may declare where the proof cannot look: custom operations, and arguments that are indices.
+
+Contract. A declaration is a promise about correctness that nothing here checks: where it is false, answers are wrong.
+It is process-wide and applies to graphs compiled afterwards. It never overrides a rule: ATen operations have theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from torch_graph_backend.errors import DeclarationError
+from torch_graph_backend.passes.padding_rules_declared import DECLARED, PROMISED, RowLocal
+from torch_graph_backend.passes.torch_api import OpOverload, OpOverloadPacket
+
+
+def declare_row_local(op: Any, *, dims: int = 1, rows: Iterable[str] | None = None) -> Any:
+    """Declare a custom operation row-local, so that it may be captured and padded. Returns ``op``.
+
+    ``op`` is an operator of a library other than ATen: ``torch.ops.mylib.norm``, one of its overloads, what
+    ``torch.library.custom_op`` returns, or its name ``"mylib::norm"``. The promise has three parts:
+
+    * *row-local*: an entry of an output at ``[i, ...]`` depends on the inputs at ``[i, ...]`` alone, ``i`` ranging
+      over the leading ``dims`` dimensions of every tensor argument and of every output (all of the same sizes there);
+    * *whole arguments*: if ``rows`` is given, only the arguments of these names are padded rows. A tensor argument
+      without any padded dimension, such as a weight, may always be read whole by every row;
+    * *capture-safe*: no synchronisation, no copy between devices, no shape or Python value that depends on data,
+      nothing read that is not an argument, no argument changed.
+
+    Raises ``DeclarationError`` (BCG311) for ATen operations, for operations that change an argument or draw random
+    numbers, and for names in ``rows`` that are no tensor arguments (if the operation exists already).
+    """
+    name = _name_of(op)
+    if name.startswith(("aten::", "prims::")):
+        raise DeclarationError(name, "is PyTorch's own, and its rule cannot be overridden")
+    if not isinstance(dims, int) or isinstance(dims, bool) or dims < 1:
+        raise DeclarationError(name, f"dims={dims!r} is not a positive number of leading dimensions")
+    chosen = None if rows is None else tuple([rows] if isinstance(rows, str) else rows)
+    for overload in _overloads(name):
+        _check(name, overload, chosen)
+    DECLARED[name] = RowLocal(dims, chosen)
+    return op
+
+
+def undeclare_row_local(op: Any) -> None:
+    """Undo ``declare_row_local``. Raises ``DeclarationError`` if it was not declared."""
+    name = _name_of(op)
+    if DECLARED.pop(name, None) is None:
+        raise DeclarationError(name, "is not declared")
+
+
+def declare_indices(*names: str) -> None:
+    """Declare that integer arguments of the compiled functions hold valid indices wherever they are used as such.
+
+    ``names`` are parameter names (``"last_token"``). *Valid* means: never negative (which would count from the end,
+    and the end is padded), and inside the dimension that they index. Raises ``DeclarationError`` for what is no name.
+    """
+    for name in names:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise DeclarationError(repr(name), "is not the name of a parameter")
+    PROMISED.update(dict.fromkeys(names))
+
+
+def undeclare_indices(*names: str) -> None:
+    """Undo ``declare_indices``. Raises ``DeclarationError`` for a name that was not declared."""
+    for name in names:
+        if PROMISED.pop(name, name) is not None:
+            raise DeclarationError(repr(name), "is not declared")
+
+
+def _name_of(op: Any) -> str:
+    """``library::name``, with the overload's name if one was given."""
+    if isinstance(op, OpOverload):
+        return str(op._schema.name) + (f".{op._overloadname}" if op._overloadname != "default" else "")
+    if isinstance(op, OpOverloadPacket):
+        return str(op._qualified_op_name)
+    if isinstance(op, torch.library.CustomOpDef):
+        return str(op._qualname)
+    if isinstance(op, str):
+        name = op.strip()
+        if all(name.partition("::")) and "::" not in name.partition("::")[2]:
+            return name
+    raise DeclarationError(repr(op), "is neither an operator nor a name like 'library::operation'")
+
+
+def _overloads(name: str) -> list[OpOverload]:
+    """The overloads that a name stands for; none if the library was not loaded yet."""
+    library, _, rest = name.partition("::")
+    short, _, wanted = rest.partition(".")
+    packet = getattr(getattr(torch.ops, library), short, None)
+    if packet is None:
+        return []
+    return [getattr(packet, o) for o in packet.overloads() if not wanted or o == wanted]
+
+
+def _check(name: str, op: OpOverload, rows: tuple[str, ...] | None) -> None:
+    if op._schema.is_mutable:
+        raise DeclarationError(name, "changes an argument", fix="return the result as a new tensor")
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        raise DeclarationError(name, "draws random numbers, which depend on the padded shape")
+    tensors = [a.name for a in op._schema.arguments if "Tensor" in str(a.type)]
+    for row in rows or ():
+        if row not in tensors:
+            raise DeclarationError(name, f"has no tensor argument {row!r}", fix=f"choose from {', '.join(tensors)}")
