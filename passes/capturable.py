@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from .alias import hidden_writes, is_random, is_tensor_value
 from .padding import is_known
+from .padding_rules_table import refusal
 from .reasons import Reason
 from .torch_api import FakeTensor, HigherOrderOperator, OpOverload, free_unbacked_symbols
 
@@ -94,7 +95,8 @@ def _data_reason(node: Node) -> Reason | None:
     if any(free_unbacked_symbols(t) for t in tensors_of(value)):
         return Reason("data-dependent", f"{name} has a size that depends on data")
     if not is_known(target):
-        return Reason("unknown-op", f"{name} is not in the table of operations known to be safe")
+        why = refusal(target)
+        return Reason("unknown-op", f"{name} {why or 'is not in the table of operations known to be safe'}")
     return None
 
 

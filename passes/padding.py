@@ -21,7 +21,7 @@ from torch.fx import Graph, Node
 from .layout import INDEPENDENT, Layout, expr_of, mentions, natural, natural_of, shape_of
 from .padding_rules_base import UNBOUNDED, Call, Operand, RefusedError, check_exact
 from .padding_rules_declared import is_promised
-from .padding_rules_table import KNOWN, MAY_ALIAS, SIZE_READS, base_name, find_entry, is_known
+from .padding_rules_table import KNOWN, MAY_ALIAS, SIZE_READS, base_name, find_entry, is_known, refusal
 from .padding_values import Span, spans
 from .reasons import Reason
 
@@ -280,11 +280,12 @@ class _Interpreter:
         columns, obligations, float_bound = [], [], False
         for i, symbol in enumerate(self.symbols):
             try:
-                layouts, conditions, tainted = self.for_symbol(node, i, symbol, args, kwargs, fresh, window)
+                found, conditions, tainted = self.for_symbol(node, i, symbol, args, kwargs, fresh, window)
             except RefusedError as refused:
                 text = f"{name}: {refused.text} (padded size {symbol})"
-                return _Verdict(Reason(refused.code, text), tuple(() if t is None else t.layouts for t in fresh), known)
-            columns.append([replace(x, uniform=False) if mutable and x.uniform else x for x in layouts])
+                layouts = tuple(() if t is None else t.layouts for t in fresh)
+                return _Verdict(Reason(refused.code, text, fix=refused.fix), layouts, known)
+            columns.append([replace(x, uniform=False) if mutable and x.uniform else x for x in found])
             obligations += conditions
             float_bound |= tainted
         by_output = tuple(tuple(column[k] for column in columns) for k in range(len(fresh)))
@@ -394,6 +395,9 @@ def unknown(op: object) -> RefusedError:
     """Why an operation without a rule is refused."""
     if isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags:
         return RefusedError("random values depend on the padded shape")
+    why = refusal(op) if isinstance(op, OpOverload) and op.namespace == "aten" else None
+    if why is not None:
+        return RefusedError(why, "unknown-op")
     return RefusedError("no padding rule is known for this operation", "unknown-op")
 
 

@@ -19,15 +19,18 @@ from .layout import Axis, Layout, mentions, same
 from .padding_values import Span
 
 UNBOUNDED = sympy.oo
+CLAMP = "clamp the indices to the rows of the table (which changes no valid one)"
+PROMISE = "if they are valid indices, say so with declare_indices"
 
 
 class RefusedError(Exception):
     """Why a node is not padding-safe: a reason code and a sentence without the op's name."""
 
-    def __init__(self, text: str, code: str = "padding") -> None:
+    def __init__(self, text: str, code: str = "padding", fix: str = "") -> None:
         super().__init__(text)
         self.code = code
         self.text = text
+        self.fix = fix
 
 
 @dataclass(frozen=True)
@@ -124,13 +127,15 @@ class Call:
     def oblige(self, condition: sympy.Basic) -> None:
         """Record a condition on sizes that must hold with every symbol at its bucket; a false one is refused."""
         if condition == sympy.false:
-            raise RefusedError("indices count on in padded rows and could leave the table")
+            raise RefusedError("indices count on in padded rows and could leave the table", fix=CLAMP)
         if condition != sympy.true:
             self.obligations.append(condition)
 
     def in_range(self, index: Operand, rows: sympy.Expr) -> None:
         """Padded entries of an index must stay inside ``rows`` rows."""
         bound = index.layout.bound
+        if bound == UNBOUNDED and index.span is not None and index.span.end is not None:
+            bound = index.span.end  # what is known of every entry, at any size
         if bound is not None:
             self.oblige(sympy.false if bound == UNBOUNDED else sympy.Le(bound, rows))
 
@@ -142,7 +147,8 @@ class Call:
         axis = table.axis(dim)
         if axis is not None:
             if index.span is None:
-                raise RefusedError(f"looks up rows of padded dim {dim} by values that may be negative or too large")
+                text = f"looks up rows of padded dim {dim} by values that may be negative or too large"
+                raise RefusedError(text, fix=PROMISE)
             rows = axis.count(self.symbol) * axis.inner  # up to here, an entry is the same one at every size
             end = index.span.end if index.span.end is not None else rows * axis.outer
             if not never_negative(rows - end):

@@ -47,7 +47,7 @@ def empty_like(call: Call) -> Layout:
     return Layout(call.tensor("self").layout.axes)
 
 
-@rule("scalar_tensor", "eye", "linspace", "tensor")
+@rule("scalar_tensor", "eye", "linspace")
 def without_size(call: Call) -> Layout:
     """Made of constants alone; any size that mentions the symbol is refused before."""
     return Layout()

@@ -12,7 +12,7 @@ from .padding_rules_base import UNBOUNDED, Call, Operand, RefusedError, broadcas
 
 #: Element-wise operations that torch does not tag as pointwise (mostly composites, whole before dispatch).
 UNTAGGED = (
-    "floor_divide", "hardswish", "log_sigmoid", "softsign", "tanhshrink", "negative", "multiply", "divide",
+    "floor_divide", "hardswish", "log_sigmoid", "negative", "multiply", "divide",
     "subtract", "absolute", "fix", "arctan2", "float_power", "__and__", "__or__", "__rshift__", "__iand__",
     "__ior__", "__irshift__", "greater", "greater_equal", "less", "less_equal", "not_equal", "polar", "complex",
     "isclose", "isreal", "arccos", "arcsin", "arctan", "arcsinh", "arccosh", "arctanh", "special_expit",
@@ -21,7 +21,7 @@ UNTAGGED = (
     "softplus_backward", "hardswish_backward", "elu_backward", "hardtanh_backward", "max.other", "where.Scalar",
     "where.ScalarOther", "where.ScalarSelf", "where.self", "min.other", "masked_fill.Scalar", "masked_fill.Tensor",
     "celu", "elu", "hardsigmoid", "hardtanh", "leaky_relu", "selu",  # tagged from torch 2.13 on (not in 2.11)
-    "bitwise_not", "conj", "_conj", "resolve_conj", "resolve_neg", "conj_physical", "real", "imag",
+    "rsub", "ldexp", "special_ndtr", "special_polygamma", "bitwise_not", "conj", "_conj", "resolve_conj", "resolve_neg", "conj_physical", "real", "imag",
 )  # fmt: skip
 
 #: Operations whose result has the values of ``self`` (perhaps in another dtype, place or memory format).

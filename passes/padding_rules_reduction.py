@@ -36,7 +36,7 @@ def _with_positions(call: Call, layout: Layout, x: Operand, dims: Sequence[int])
     return layouts
 
 
-@rule("median", "nanmedian", "mode", "kthvalue", "max.dim", "min.dim", "max", "min", "special_logsumexp")
+@rule("median", "nanmedian", "mode", "kthvalue", "max.dim", "min.dim", "max", "min", "special_logsumexp", "nanmean")
 def reduction(call: Call) -> Sequence[Layout]:
     """The reduced dimensions must not carry; all of them are reduced if the schema or the call names none."""
     x = call.first("self", "input")
@@ -140,7 +140,8 @@ def batch_norm(call: Call) -> Sequence[Layout]:
 LOCAL = {
     "max_pool1d_with_indices": 1, "max_pool2d_with_indices": 2, "max_pool3d_with_indices": 3,
     "adaptive_avg_pool1d": 1, "adaptive_avg_pool2d": 2, "adaptive_avg_pool3d": 3, "adaptive_max_pool1d": 1,
-    "adaptive_max_pool2d": 2, "adaptive_max_pool3d": 3, "upsample_nearest1d": 1, "upsample_nearest2d": 2,
+    "adaptive_max_pool2d": 2, "adaptive_max_pool3d": 3, "_adaptive_avg_pool2d": 2, "_adaptive_avg_pool3d": 3,
+    "fractional_max_pool2d": 2, "im2col": 3, "col2im": 2, "upsample_nearest1d": 1, "upsample_nearest2d": 2,
     "upsample_nearest3d": 3, "_upsample_nearest_exact1d": 1, "_upsample_nearest_exact2d": 2, "upsample_linear1d": 1,
     "upsample_bilinear2d": 2, "upsample_bicubic2d": 2, "upsample_trilinear3d": 3, "_upsample_bilinear2d_aa": 2,
     "_upsample_bicubic2d_aa": 2, "pixel_shuffle": 3, "pixel_unshuffle": 3,

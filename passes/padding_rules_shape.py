@@ -315,11 +315,11 @@ def cat(call: Call) -> Layout:
     assert last is not None
     if len(carriers) > 1 or parts[-1] is not carriers[0] or last.outer != 1:
         raise RefusedError(f"joins other rows with padded dim {dim} of size {carriers[0].shape[dim]}")
-    others = [_without(x, dim) for x in parts]
+    others = [without_dim(x, dim) for x in parts]
     return Layout.of(broadcast(call, others, len(call.out)) | {dim: prefix(call, call.out[dim])})
 
 
-def _without(x: Operand, dim: int) -> Operand:
+def without_dim(x: Operand, dim: int) -> Operand:
     """The operand as the other dimensions see it."""
     return replace(x, layout=x.layout.moved({d: d for d in x.layout.dims if d != dim}))
 

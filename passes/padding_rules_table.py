@@ -9,6 +9,7 @@ from . import (  # noqa: F401  (importing a rule file registers its rules)
     padding_rules_contraction,
     padding_rules_factory,
     padding_rules_index,
+    padding_rules_more,
     padding_rules_pointwise,
     padding_rules_reduction,
     padding_rules_shape,
@@ -24,8 +25,52 @@ EXCLUDED = frozenset({"where.default"})
 METADATA = frozenset({"unsqueeze_", "squeeze_", "transpose_", "t_", "swapaxes_", "swapdims_", "resize_", "set_"})
 #: Composites that may return their input itself although their schema does not say so.
 MAY_ALIAS = frozenset({"dropout", "feature_dropout", "alpha_dropout", "type_as", "to"})
+#: Operations that copy, rather than being a view's copying form.
+_COPIES = frozenset({"_to_copy", "index_copy", "lift_fresh_copy", "narrow_copy", "diagonal_copy", "as_strided_copy"})
 #: Operations from a tensor to a size: they read metadata, on the host.
 SIZE_READS = frozenset({"sym_size", "sym_numel", "sym_stride", "sym_storage_offset", "sym_is_contiguous", "dim"})
+
+
+#: Why there is no rule on purpose, by packet or ``packet.overload``: every core ATen operation is in one of the tables.
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(("rand", "randn", "randperm"), "random values depend on the padded shape"),
+    **dict.fromkeys(
+        ("_native_batch_norm_legit", "_native_batch_norm_legit.no_stats", "_batch_norm_with_update"),
+        "batch statistics average over padded rows",
+    ),
+    **dict.fromkeys(
+        ("nonzero", "masked_select", "masked_scatter", "repeat_interleave.self_Tensor", "bincount"),
+        "the result's size, or which entry goes where, depends on all values",
+    ),
+    **dict.fromkeys(("_local_scalar_dense", "item", "equal", "is_nonzero"), "reads tensor data on the host"),
+    **dict.fromkeys(
+        ("avg_pool2d_backward", "convolution_backward", "embedding_dense_backward", "max_pool2d_with_indices_backward",
+         "native_group_norm_backward", "native_layer_norm_backward", "_adaptive_avg_pool2d_backward"),
+        "is the backward of another operation, which sums over padded rows",
+    ),
+    **dict.fromkeys(("_fft_c2r", "_fft_r2c"), "transforms whole lines, and takes sizes as data"),
+    **dict.fromkeys(("as_strided", "as_strided_scatter", "as_strided_copy"), "addresses memory by strides"),
+    **dict.fromkeys(("_embedding_bag", "embedding_bag"), "sums rows between offsets, which padding would move"),
+    "_pdist_forward": "compares every pair of rows, in one long line",
+    "binary_cross_entropy": "raises on values that padded rows may hold",
+    **dict.fromkeys(("reflection_pad3d", "replication_pad3d"), "no model that needed it is known"),
+    **dict.fromkeys(
+        ("linalg_inv", "linalg_solve", "linalg_cholesky", "linalg_qr", "linalg_svd", "linalg_eigh", "linalg_det"),
+        "may wait for the device to tell that a matrix is singular",
+    ),
+}  # fmt: skip
+
+
+def refusal(op: OpOverload) -> str | None:
+    """Why an overload is refused on purpose, whatever its arguments; ``None`` if that was not decided."""
+    key = f"{base_name(op)}.{op._overloadname}"
+    if any(arg.is_out for arg in op._schema.arguments):
+        return "writes its result into a tensor that it is given"
+    if key in EXCLUDED:
+        return "the result's size depends on values"
+    if op.overloadpacket.__name__ in METADATA:
+        return "changes the shape or strides of a tensor in place"
+    return REFUSED.get(key) or REFUSED.get(base_name(op))
 
 
 def find_entry(op: object) -> Entry | None:
@@ -45,8 +90,11 @@ _REDUCTION = Entry(reduction, frozenset())
 
 
 def base_name(op: OpOverload) -> str:
+    """The name of the functional form; ``view_copy`` and its like are the view, with memory of its own."""
     name = op.overloadpacket.__name__
-    return name[:-1] if name.endswith("_") and not name.endswith("__") else name
+    if name.endswith("_") and not name.endswith("__"):
+        return name[:-1]
+    return name.removesuffix("_copy") if name.endswith("_copy") and name not in _COPIES else name
 
 
 def _deterministic_form(op: OpOverload) -> bool:
@@ -57,7 +105,7 @@ def _deterministic_form(op: OpOverload) -> bool:
 def _find_entry(op: OpOverload) -> Entry | None:
     written = [i for i, arg in enumerate(op._schema.arguments) if arg.alias_info and arg.alias_info.is_write]
     name, key = base_name(op), f"{base_name(op)}.{op._overloadname}"
-    if written not in ([], [0]) or key in EXCLUDED or op.overloadpacket.__name__ in METADATA:
+    if written not in ([], [0]) or refusal(op) is not None:
         return None
     if op.namespace == "aten":
         if key in RULES or name in RULES:

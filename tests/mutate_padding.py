@@ -35,6 +35,7 @@ from torch_graph_backend.passes import (
     padding_rules_declared,
     padding_rules_factory,
     padding_rules_index,
+    padding_rules_more,
     padding_rules_pointwise,
     padding_rules_reduction,
     padding_rules_shape,
@@ -44,7 +45,7 @@ from torch_graph_backend.passes import (
 KILLS = Path(__file__).with_name("padding_kills.json")
 MODULES: tuple[ModuleType, ...] = (
     layout, padding, padding_rules_base, padding_rules_contraction, padding_rules_declared, padding_rules_factory,
-    padding_rules_index, padding_rules_pointwise, padding_rules_reduction, padding_rules_shape, padding_values,
+    padding_rules_index, padding_rules_more, padding_rules_pointwise, padding_rules_reduction, padding_rules_shape, padding_values,
 )  # fmt: skip
 
 #: Functions that do nothing but refuse.

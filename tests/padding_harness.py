@@ -190,7 +190,7 @@ def check_tensors(
     """Run at the real sizes and at the bucket in lockstep; every safe node must agree on real rows.
 
     Returns how many results were compared. A refused node runs on real rows and is padded again. The run stops at a
-    refused write: what it does to memory is the runtime's matter.
+    refused write, and at a write through a refused view: what they do to memory is the runtime's matter.
     """
     real = {s: real_sizes[name] for name, s in traced.symbols.items()}
     bucket = {s: bucket_sizes[name] for name, s in traced.symbols.items()}
@@ -198,6 +198,7 @@ def check_tensors(
     env_b: dict[Node, object] = {}
     inputs = iter(tensors)
     checked = 0
+    detached: set[Node] = set()  # refused views, and views of them
     for node in traced.gm.graph.nodes:
         layouts = traced.result.layouts.get(node, ())
         val = node.meta.get("val")
@@ -217,6 +218,13 @@ def check_tensors(
             env_n[node] = run(node, env_n)
         except (RuntimeError, IndexError) as error:
             raise EagerFailsError(node.format_node()) from error
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and node.all_input_nodes:
+            if schema.is_mutable and node.args[0] in detached:
+                return checked
+            refused = node in traced.result.reasons or node.all_input_nodes[0] in detached
+            if refused and any(r.alias_info for r in schema.returns):
+                detached.add(node)
         if node in traced.result.reasons or node in traced.eager:
             if getattr(getattr(node.target, "_schema", None), "is_mutable", False) or hidden_writes(node):
                 return checked

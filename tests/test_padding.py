@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import operator
-import os
 import time
 
 import pytest
 import sympy
 import torch
 import torch.nn.functional as F
-from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
 from padding_cases import CASES
-from padding_harness import EagerFailsError, check_all, prove, trace
+from padding_harness import check_all, prove, trace
 
 from torch_graph_backend.passes.layout import INDEPENDENT, PLAIN, Axis, Layout, natural_of
 from torch_graph_backend.passes.padding import PaddingResult, analyse, is_known
@@ -224,63 +221,6 @@ def test_common_overloads_are_known(name):
 def test_these_are_not_known(name):
     packet, _, overload = name.partition(".")
     assert not is_known(getattr(getattr(aten, packet), overload))
-
-
-#: Steps of random programs: each takes two tensors of the pool and the input (for its sizes).
-STEPS = [
-    lambda x, y, a: x + y, lambda x, y, a: x * y, lambda x, y, a: torch.where(x > 0, x, y),
-    lambda x, y, a: x.softmax(-1), lambda x, y, a: x.softmax(0), lambda x, y, a: x.cumsum(0),
-    lambda x, y, a: x.cumsum(-1), lambda x, y, a: x.flip(-1), lambda x, y, a: x.mean(-1, keepdim=True),
-    lambda x, y, a: x.sum(1), lambda x, y, a: x.amax(0), lambda x, y, a: x @ y,
-    lambda x, y, a: x @ y.transpose(-1, -2), lambda x, y, a: x.transpose(0, 1), lambda x, y, a: x.transpose(-1, -2),
-    lambda x, y, a: x.reshape(-1, x.shape[-1]), lambda x, y, a: x.flatten(0, 1), lambda x, y, a: x.flatten(1),
-    lambda x, y, a: x.reshape(a.shape), lambda x, y, a: x.unflatten(-1, (2, -1)), lambda x, y, a: x.reshape(4, -1),
-    lambda x, y, a: x.unsqueeze(0), lambda x, y, a: x.squeeze(0), lambda x, y, a: x[0], lambda x, y, a: x[:, 1],
-    lambda x, y, a: x[-1], lambda x, y, a: x[:2], lambda x, y, a: x[..., :2], lambda x, y, a: torch.cat([x, y], -1),
-    lambda x, y, a: torch.cat([x, y], 0), lambda x, y, a: torch.stack([x, y], 1),
-    lambda x, y, a: x.repeat_interleave(2, 0), lambda x, y, a: x.repeat(*[2] * x.dim()),
-    lambda x, y, a: x.expand(a.shape), lambda x, y, a: x.tril(),
-    lambda x, y, a: torch.zeros(a.shape[0] * a.shape[1], 8), lambda x, y, a: torch.ones(a.shape[1], a.shape[0]),
-    lambda x, y, a: torch.arange(a.shape[0] * a.shape[1]).float(),
-    lambda x, y, a: torch.arange(a.shape[1])[:, None] + 0.5, lambda x, y, a: x * a.shape[1],
-    lambda x, y, a: F.layer_norm(x, (x.shape[-1],)), lambda x, y, a: F.pad(x, (1, 0)),
-    lambda x, y, a: x.clone().add_(y), lambda x, y, a: x.clone().copy_(y),
-    lambda x, y, a: torch.zeros_like(x).add_(y), lambda x, y, a: x.gather(-1, y.argmax(-1, keepdim=True)),
-    lambda x, y, a: x[y.argmax(-1)], lambda x, y, a: F.scaled_dot_product_attention(x, y, y),
-    lambda x, y, a: F.linear(x, y), lambda x, y, a: x.chunk(2, -1)[1], lambda x, y, a: x.topk(1, -1).indices,
-    lambda x, y, a: torch.zeros_like(x).scatter(-1, y.argmax(-1, keepdim=True), x), lambda x, y, a: x.sort(-1).values,
-    lambda x, y, a: x[:, None] * y, lambda x, y, a: torch.einsum("...i,ij->...j", x, y),
-]  # fmt: skip
-STEP = st.tuples(st.integers(0, len(STEPS) - 1), st.integers(0, 9), st.integers(0, 9))
-
-
-@settings(
-    max_examples=int(os.environ.get("PADDING_EXAMPLES", "60")), deadline=None, suppress_health_check=list(HealthCheck)
-)
-@given(st.lists(STEP, min_size=2, max_size=8))
-def test_random_programs(program):
-    """Whatever the proof allows in a random program agrees with the unpadded run, under every fill."""
-
-    def function(a, b, w):
-        pool = [a, b, w]
-        for step, i, j in program:
-            try:
-                made = STEPS[step](pool[-1 - i % len(pool)], pool[-1 - j % len(pool)], a)
-            except (RuntimeError, IndexError, ValueError, TypeError):
-                continue  # the step does not fit these shapes
-            if made.dim() <= 4:
-                pool.append(made)
-        return pool[-1]
-
-    specs = ["B,T,8", "T,8", "8,8"]
-    try:
-        traced = prove(function, specs)
-    except AssertionError:
-        assume(False)
-    try:
-        check_all(traced, specs)
-    except EagerFailsError:
-        assume(False)
 
 
 def test_a_deep_graph_is_fast():
