@@ -130,7 +130,7 @@ def einsum(call: Call) -> Layout:
 
 @rule("conv1d", "conv2d", "conv3d", "convolution", "_convolution")
 def convolution(call: Call) -> Layout:
-    """The batch may carry, channels not (nor the weight, which has the same). Along the one dimension of a 1-D convolution padding stays behind.
+    """The batch may carry, channels not (nor the weight, which has the same). In one dimension padding stays behind.
 
     In two dimensions libraries transform whole tiles (Winograd, FFT), where a padded entry can reach its neighbours.
     """

@@ -8,7 +8,7 @@ from dataclasses import replace
 from .layout import INDEPENDENT, Layout
 from .padding_rules_base import Call, Operand, RefusedError, broadcast, content, forbid, rule
 from .padding_rules_contraction import SUM
-from .padding_rules_shape import without_dim, cat, windows
+from .padding_rules_shape import cat, windows, without_dim
 
 NONE = 0  # the ``reduction`` of a loss that is not reduced
 
@@ -40,7 +40,11 @@ def class_loss(call: Call) -> Layout:
         raise RefusedError("is the loss of one sample", "unknown-op")
     forbid(x, [1], "compares the classes of")
     rows = x.layout.moved({d: d - (d > 1) for d in x.layout.dims})
-    dims = target.layout if target.ndim == x.ndim - 1 else target.layout.moved({d: d - (d > 1) for d in target.layout.dims})
+    dims = (
+        target.layout
+        if target.ndim == x.ndim - 1
+        else target.layout.moved({d: d - (d > 1) for d in target.layout.dims})
+    )
     if dims.axes != rows.axes:
         raise RefusedError("the target is padded differently than the input")
     call.in_range(target, x.shape[1])
@@ -52,7 +56,9 @@ def differences(call: Call) -> Layout:
     """Neighbours subtracted, ``n`` times: windows along ``dim``, after what is put in front of it."""
     x, front, behind = call.tensor("self"), call.get("prepend"), call.get("append")
     dim = call.dim(x.ndim)
-    if x.axis(dim) is not None and (isinstance(behind, Operand) or isinstance(front, Operand) and front.axis(dim)):
+    if x.axis(dim) is not None and (
+        isinstance(behind, Operand) or (isinstance(front, Operand) and front.axis(dim) is not None)
+    ):
         raise RefusedError(f"joins other rows with padded dim {dim}")
     parts = [without_dim(part, dim) for part in (x, front, behind) if isinstance(part, Operand)]
     return Layout.of(broadcast(call, parts, x.ndim) | windows(call, x, dim, call.out[dim]))
@@ -99,14 +105,14 @@ def vector_product(call: Call) -> Layout:
 
 
 @rule("hstack", "vstack", "dstack", "column_stack")
-def stacks(call: Call) -> Layout:
+def stacks(call: Call) -> Layout | Sequence[Layout]:
     """``cat`` of tensors that have the dimension to join along already."""
     name = call.op.overloadpacket.__name__
     parts = call.tensors()
     dim = {"hstack": 0 if len(call.out) == 1 else 1, "vstack": 0, "dstack": 2, "column_stack": 1}[name]
     if any(x.ndim != len(call.out) for x in parts):
         raise RefusedError("joins tensors that get another dimension first", "unknown-op")
-    return cat(Call(call.op, call.symbol, {"tensors": tuple(parts), "dim": dim}, call.outs, call.dtypes, call.obligations))
+    return cat(replace(call, args={"tensors": tuple(parts), "dim": dim}))
 
 
 @rule("select_scatter", "slice_scatter")

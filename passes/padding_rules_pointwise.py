@@ -21,7 +21,8 @@ UNTAGGED = (
     "softplus_backward", "hardswish_backward", "elu_backward", "hardtanh_backward", "max.other", "where.Scalar",
     "where.ScalarOther", "where.ScalarSelf", "where.self", "min.other", "masked_fill.Scalar", "masked_fill.Tensor",
     "celu", "elu", "hardsigmoid", "hardtanh", "leaky_relu", "selu",  # tagged from torch 2.13 on (not in 2.11)
-    "rsub", "ldexp", "special_ndtr", "special_polygamma", "bitwise_not", "conj", "_conj", "resolve_conj", "resolve_neg", "conj_physical", "real", "imag",
+    "rsub", "ldexp", "special_ndtr", "special_polygamma",
+    "bitwise_not", "conj", "_conj", "resolve_conj", "resolve_neg", "conj_physical", "real", "imag",
 )  # fmt: skip
 
 #: Operations whose result has the values of ``self`` (perhaps in another dtype, place or memory format).

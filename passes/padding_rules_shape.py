@@ -235,6 +235,8 @@ def _from_front(call: Call, start: Any) -> None:
     start = _integer(start)
     if start is None:
         return
+    if isinstance(start, Operand):
+        raise RefusedError("a position is a tensor")
     if isinstance(start, sympy.Expr):
         if call.carried(start) or not start.is_nonnegative:
             raise RefusedError("a position depends on the padded size")
@@ -334,7 +336,7 @@ def stack(call: Call) -> Layout:
 
 @rule("pad", "constant_pad_nd", "reflection_pad1d", "reflection_pad2d", "replication_pad1d", "replication_pad2d")
 def pad(call: Call) -> Layout:
-    """A padded dim may get entries in front, and lose some on either side; new ones behind it would follow the padding."""
+    """A padded dim may get entries in front, and lose some on either side; new ones behind would follow the padding."""
     x = call.tensor("self")
     amounts = call.args["pad" if "pad" in call.args else "padding"]
     axes = dict(x.layout.axes)

@@ -28,14 +28,25 @@ class Span:
 _WHOLE = (torch.int64, torch.int32)
 
 #: Operations whose entries are entries of ``self``.
-_MOVES = frozenset(
-    "to _to_copy type_as contiguous detach alias clone view reshape flatten unflatten _unsafe_view ravel permute "
-    "transpose t movedim squeeze unsqueeze expand expand_as broadcast_to view_as reshape_as slice narrow select chunk "
-    "split split_with_sizes unbind repeat tile repeat_interleave flip roll index_select gather index take_along_dim "
-    "lift_fresh_copy sort topk msort".split()
-)
+_MOVES = frozenset({
+    "to", "_to_copy", "type_as", "contiguous", "detach", "alias", "clone", "view", "reshape", "flatten", "unflatten",
+    "_unsafe_view", "ravel", "permute", "transpose", "t", "movedim", "squeeze", "unsqueeze", "expand", "expand_as",
+    "broadcast_to", "view_as", "reshape_as", "slice", "narrow", "select", "chunk", "split", "split_with_sizes",
+    "unbind", "repeat", "tile", "repeat_interleave", "flip", "roll", "index_select", "gather", "index",
+    "take_along_dim", "lift_fresh_copy", "sort", "topk", "msort",
+})  # fmt: skip
 #: Which output counts positions along ``dim`` (along everything, if there is none).
-_POSITIONS = {"argmax": 0, "argmin": 0, "argsort": 0, "sort": 1, "topk": 1, "max": 1, "min": 1, "cummax": 1, "cummin": 1}
+_POSITIONS = {
+    "argmax": 0,
+    "argmin": 0,
+    "argsort": 0,
+    "sort": 1,
+    "topk": 1,
+    "max": 1,
+    "min": 1,
+    "cummax": 1,
+    "cummin": 1,
+}
 
 
 def _number(value: Any) -> sympy.Expr | None:
@@ -56,13 +67,13 @@ def spans(op: object, args: Mapping[str, Any], dtypes: Sequence[torch.dtype | No
     if not isinstance(op, OpOverload) or op.namespace != "aten" or op._schema.is_mutable:
         return none
     name = op.overloadpacket.__name__
-    found = list(none)
+    found: list[Span | None] = list(none)
     tensor = args.get("self", args.get("input"))
     if name in _POSITIONS and hasattr(tensor, "shape") and _POSITIONS[name] < len(found) and "other" not in args:
         dim = args.get("dim", -1)  # ``argsort`` and ``topk`` without one take the last
         sizes = tensor.shape if dim is None or not tensor.shape else (tensor.shape[int(dim)],)
         found[_POSITIONS[name]] = Span(product(sizes))
-    if name in _MOVES:
+    if name in _MOVES and op._overloadname != "dtype":  # which reads the bits anew
         known = getattr(tensor, "span", None)
         if known is not None and tensor.dtype in _WHOLE:
             found = [known if f is None else f for f in found] if name not in ("sort", "topk") else [known, *found[1:]]

@@ -45,7 +45,8 @@ from torch_graph_backend.passes import (
 KILLS = Path(__file__).with_name("padding_kills.json")
 MODULES: tuple[ModuleType, ...] = (
     layout, padding, padding_rules_base, padding_rules_contraction, padding_rules_declared, padding_rules_factory,
-    padding_rules_index, padding_rules_more, padding_rules_pointwise, padding_rules_reduction, padding_rules_shape, padding_values,
+    padding_rules_index, padding_rules_more, padding_rules_pointwise, padding_rules_reduction, padding_rules_shape,
+    padding_values,
 )  # fmt: skip
 
 #: Functions that do nothing but refuse.
@@ -181,7 +182,9 @@ def _mutated(site: Site) -> CodeType:
         outer = ast.parse(f"def outer({', '.join(names)}):\n    pass\n    return {definition.name}")
         outer.body[0].body[0] = definition  # type: ignore[attr-defined]
         tree = ast.fix_missing_locations(outer)
-    code = compile(tree, site.function.__code__.co_filename, "exec", flags=__import__("__future__").annotations.compiler_flag)
+    code = compile(
+        tree, site.function.__code__.co_filename, "exec", flags=__import__("__future__").annotations.compiler_flag
+    )
     return _find_code(code, definition.name)
 
 

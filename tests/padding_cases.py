@@ -1,4 +1,4 @@
-"""Small functions by name, each with what the padding proof must refuse of it. Data for the tests and the mutation tool.
+"""Small functions by name, each with what the padding proof must refuse of it, for the tests and the mutation tool.
 
 ``CASES``: name -> (function, argument specs, refused packets with their reason codes). Nothing else may be refused, and
 everything that is not refused must agree with the unpadded run (``padding_harness.check``).
@@ -350,6 +350,7 @@ CASES = {
     "slice across the padding": (lambda a: a.repeat(2, 1)[2:], ["T,8"], {"slice": P}),
     "slice by steps": (lambda a: a[1::2], ["T,8"], {}),
     "slice by a size": (lambda a, t: t[:: a.shape[0]], ["T,8", "60,8"], {"slice": P}),
+    "narrow by a tensor": (lambda a: torch.narrow(a, 0, torch.tensor(1), 2), ["T,8"], {"narrow": P}),
     "slice half": (lambda a: a[: a.shape[0] // 2], ["T,8"], {}),
     "circular pad": (lambda a: F.pad(a, (1, 0), mode="circular"), ["1,4,T"], {"pad": P}),
     "reflect in front": (lambda a: F.pad(a, (2, 0), mode="reflect"), ["1,4,T"], {}),
@@ -419,7 +420,8 @@ CASES = {
         {"cross_entropy_loss": P}),
     "cross entropy of positions": (lambda a: F.cross_entropy(a, torch.arange(a.shape[0]), reduction="none"), ["T,8"],
                                    {}),
-    "differences": (lambda a, p: a.diff(dim=0, prepend=p) + a.diff(dim=0, n=2, prepend=p.expand(2, 8)), ["T,8", "1,8"], {}),
+    "differences": (lambda a, p: a.diff(dim=0, prepend=p) + a.diff(dim=0, n=2, prepend=p.expand(2, 8)),
+                    ["T,8", "1,8"], {}),
     "differences, rows behind": (lambda a, p: a.diff(dim=0, append=p), ["T,8", "1,8"], {"diff": P}),
     "differences across the padding": (lambda a: a.repeat(2, 1).diff(dim=0), ["T,8"], {"diff": P}),
     "positions clamped": (lambda i, t: F.embedding(i.cumsum(0).clamp(0, 9), t), ["i:T", "10,8"], {}),

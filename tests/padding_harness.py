@@ -51,7 +51,7 @@ class Traced:
 
 
 def parse(spec: str) -> tuple[list[str | int], str]:
-    """``"i:B,T,8"`` -> dims and kind: ``f`` floats, ``i`` indices below 4, ``x`` promised indices 4 to 7, ``b`` booleans."""
+    """``"i:B,T,8"`` -> dims and kind: ``f`` float, ``i`` index below 4, ``x`` promised index 4 to 7, ``b`` boolean."""
     kind, _, dims = spec.rpartition(":")
     return [d if d.isalpha() else int(d) for d in dims.split(",") if d], kind or "f"
 
@@ -82,7 +82,7 @@ def trace(function: Callable[..., object], specs: Sequence[str]) -> tuple[GraphM
 def trace_tensors(
     function: Callable[..., object], tensors: Sequence[torch.Tensor], names: Sequence[dict[int, str]]
 ) -> tuple[GraphModule, dict[str, sympy.Symbol]]:
-    """As ``trace``, for given tensors; ``names`` says which dimensions of each are dynamic, and what they are called."""
+    """As ``trace``, for given tensors; ``names`` has the dynamic dimensions of each, and what they are called."""
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     fakes, symbols = [], {}
     for i, (value, dims) in enumerate(zip(tensors, names, strict=True)):
@@ -129,7 +129,7 @@ def prove(function: Callable[..., object], specs: Sequence[str]) -> Traced:
 
 
 def analysed(gm: GraphModule, symbols: dict[str, sympy.Symbol], random_is_eager: bool = False) -> Traced:
-    """What the proof says of a traced graph; with ``random_is_eager`` what draws random numbers is never asked about."""
+    """What the proof says of a traced graph; with ``random_is_eager`` random operations are never asked about."""
     eager = frozenset(n for n in gm.graph.nodes if random_is_eager and n.op == "call_function" and is_random(n))
     result = analyse(gm.graph, list(symbols.values()), eager=dict.fromkeys(eager), mutated=written_values(gm))
     return Traced(gm, symbols, result, eager)
@@ -145,8 +145,10 @@ def evaluate(expr: object, sizes: dict[sympy.Symbol, int]) -> object:
     return int(value) if value.is_Integer else float(value)
 
 
-def cut(value: torch.Tensor, layouts: dict[sympy.Symbol, Layout], real: dict, bucket: dict, whole: bool) -> torch.Tensor:
-    """The real rows of a padded tensor, read off its layouts, one symbol after the other (``whole``: loose ones too)."""
+def cut(
+    value: torch.Tensor, layouts: dict[sympy.Symbol, Layout], real: dict, bucket: dict, whole: bool
+) -> torch.Tensor:
+    """The real rows of a padded tensor, read off its layouts, symbol after symbol (``whole``: loose ones too)."""
     sizes = dict(bucket)
     for symbol, layout in layouts.items():
         for d, axis in layout.axes:
@@ -275,9 +277,7 @@ def padded(value: object, layouts: Sequence[dict], bucket: dict, how: str) -> ob
     return one(value, layouts[0]) if layouts else value
 
 
-def compare(
-    got: object, want: object, layout: dict, real: dict, bucket: dict, node: Node, whole: bool = False
-) -> None:
+def compare(got: object, want: object, layout: dict, real: dict, bucket: dict, node: Node, whole: bool = False) -> None:
     """The real rows of ``got`` are ``want``; without ``whole``, those that the claim leaves out are not looked at."""
     if not isinstance(want, torch.Tensor) or len(layout) < len(real):
         return

@@ -70,7 +70,9 @@ def test_all_dense_operations_are_captured(name: str) -> None:
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     assert tgb.stats(compiled).replays >= 3
     for plan in tgb.plans(compiled):
-        eager = {op.op: str(op.reason) for step in plan.steps if not isinstance(step, CapturedSegment) for op in step.ops}
+        eager = {
+            op.op: str(op.reason) for step in plan.steps if not isinstance(step, CapturedSegment) for op in step.ops
+        }
         assert set(eager) <= may_be_eager, eager
         captured = [op.op for step in plan.steps if isinstance(step, CapturedSegment) for op in step.ops]
         for op, least in must.items():

@@ -1,4 +1,4 @@
-"""Every refusal of the padding rules, made permissive, makes a numeric check fail (``mutate_padding.py`` finds by which).
+"""Every refusal of the padding rules, made permissive, makes a numeric check fail (``mutate_padding.py`` finds which).
 
 Would catch: a rule that nobody would miss, and a numeric check that no longer sees what it saw.
 """
