@@ -28,5 +28,201 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 #: Page -> the name of the script that it forms.
 SCRIPTS = {
     "README.md": "readme.py",
+    "docs/break-ops.md": "break_ops_page.py",
+    "docs/explain.md": "explain_page.py",
     "docs/getting-started.md": "getting_started.py",
     "docs/padding.md": "padding_page.py",
+}
+#: Symbol names are torch's, and the number of graphs is the model code's: the shown output is that of these versions.
+SHOWN_WITH = {"torch": "2.13.", "transformers": "5.24."}
+
+_BLOCK = re.compile(r"(?:<!-- (?P<mark>[^\n]*?) -->\n)?```(?P<language>\w*)\n(?P<body>.*?)^```$", re.M | re.S)
+
+RUNNER = """
+import json, sys
+from pathlib import Path
+path, spans, mark = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
+lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
+scope = {"__name__": "__main__", "__file__": path}
+for first, last in spans:  # leading newlines keep the line numbers of the whole script
+    exec(compile("\\n" * first + "".join(lines[first:last]), path, "exec"), scope)
+    print(mark, flush=True)
+"""
+MARK = "--- end of block ---"
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block to run, and what it must print (``None``: the page does not say)."""
+
+    code: str
+    output: str | None
+
+
+def blocks(text: str) -> list[Block]:
+    """The runnable blocks of a page, each with the output that the page shows for it."""
+    found: list[Block] = []
+    for match in _BLOCK.finditer(text):
+        mark = match["mark"] or ""
+        if match["language"] == "python" and not mark.startswith("not run: "):
+            found.append(Block(match["body"], None))
+        elif mark == "output":
+            found[-1] = Block(found[-1].code, match["body"])
+    return found
+
+
+def run(code: list[str], script: Path) -> list[str]:
+    """What each block prints, when all of them run one after the other."""
+    spans, at, text = [], 0, ""
+    for block in code:
+        text += ("\n\n" if text else "") + block
+        end = text.count("\n")
+        spans.append((at, end))
+        at = end
+    script.write_text(text, encoding="utf-8")
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    environment.pop("TORCH_LOGS", None)
+    command = [sys.executable, "-c", RUNNER, script.name, json.dumps(spans), MARK]
+    done = subprocess.run(
+        command, cwd=script.parent, env=environment, capture_output=True, text=True, check=False, timeout=240
+    )
+    assert done.returncode == 0, f"{script.name} fails\n{done.stdout}\n{done.stderr}"
+    return done.stdout.split(MARK + "\n")[:-1]
+
+
+def stable(output: str) -> str:
+    """Output without what differs from run to run: seconds, bytes, and line numbers of other packages."""
+    output = re.sub(r"\b(normalise|plan|record) \d+\.\d\d", r"\1 N", output)
+    output = re.sub(r"\bmemory of keys: \d+\.\d\d MiB", "memory of keys: N MiB", output)
+    return re.sub(r"\b(modeling_\w+\.py):\d+", r"\1:N", output).strip()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", SCRIPTS)
+def test_code_runs_and_prints_what_the_page_shows(page: str, tmp_path: Path) -> None:
+    """Would catch an example that fails, and a plan, a count or a source line that is no longer so."""
+    packages = ["torch", "transformers"] if page == "README.md" else ["torch"]
+    for name in packages:
+        pytest.importorskip(name)
+    comparable = all(metadata.version(name).startswith(SHOWN_WITH[name]) for name in packages)
+    shown = blocks((ROOT / page).read_text(encoding="utf-8"))
+    assert shown
+    printed = run([b.code for b in shown], tmp_path / SCRIPTS[page])
+    assert len(printed) == len(shown)
+    for block, output in zip(shown, printed, strict=True):
+        if block.output is None:
+            assert not output, f"{page} does not show what this block prints\n{block.code}\n{output}"
+        elif comparable:
+            assert stable(output) == stable(block.output), f"{page} shows something else\n{output}"
+
+
+def test_a_failing_example_fails_the_test(tmp_path: Path) -> None:
+    """The runner itself: later blocks see earlier ones, output is told apart by block, an exception is not lost."""
+    assert run(["x = 1\nprint(x)\n", "print(x + 1)\n"], tmp_path / "good.py") == ["1\n", "2\n"]
+    with pytest.raises(AssertionError, match=r"bad\.py fails"):
+        run(["x = 1\n", "assert x == 2\n"], tmp_path / "bad.py")
+
+
+def rows(text: str, heading: str) -> Iterator[list[str]]:
+    """The cells of the first table below a heading, without its two head rows."""
+    lines = f"\n{text}"[f"\n{text}".index(f"\n{heading}\n") :].splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("|"))
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            return
+        yield [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_options_in_the_readme_are_those_of_config() -> None:
+    """Names and defaults; ``Config.parse`` is asked, so that a field that is no option does not count."""
+    table = {
+        cells[0].strip("`"): cells for cells in rows((ROOT / "README.md").read_text(encoding="utf-8"), "## Options")
+    }
+    accepted = {name for name in Config.__dataclass_fields__ if name != "named_buckets"}
+    assert set(table) == accepted
+    for name, cells in table.items():
+        default = {name: ast.literal_eval(cells[2].strip("`"))}
+        assert Config.parse(default) == Config(), f"{name}: {cells[2]} is not the default"
+
+
+def test_gpu_numbers_in_the_readme_are_those_of_the_benchmark() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    measured = json.loads((ROOT / "docs" / "bench" / "cuda_llama.json").read_text(encoding="utf-8"))
+    wanted = [
+        [str(r["batch"]), str(r["length"]), f"{r['eager_ms']:.2f}", f"{r['bcg_ms']:.2f}"]
+        for r in measured["decode_bf16"]
+    ]
+    assert list(rows(text, "### Measured on a GPU")) == wanted
+    parity = measured["parity_fp32"]
+    different = len({(r["batch"], r["length"]) for r in parity["pairs"]})
+    planning = parity["seconds"]["normalise"] + parity["seconds"]["plan"]
+    assert not parity["eager"]
+    for fact in (
+        f"torch {measured['torch']}",
+        f"transformers {measured['transformers']}",
+        measured["device"],
+        f"{measured['layers']} layers, {measured['hidden']} wide",
+        f"{len(parity['pairs'])} runs over {different} (batch, length) pairs",
+        f"{parity['replays']} of {parity['calls']} calls replayed",
+        f"{parity['worst']:.1e}",
+        f"{planning:.1f} s (normalise and plan)",
+    ):
+        assert fact in text.replace("\n  ", " ").replace("\n", " "), fact
+
+
+def test_reasons_lists_every_code_with_its_meaning() -> None:
+    text = (ROOT / "docs" / "reasons.md").read_text(encoding="utf-8")
+    listed: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        if line.startswith("| `"):
+            code, meaning, advice = (cell.strip() for cell in line.strip("|").split("|"))
+            assert code.strip("`") not in listed, f"{code} is listed twice"
+            listed[code.strip("`")] = [meaning, advice]
+    assert set(listed) == set(CODES), set(listed) ^ set(CODES)
+    for code, (meaning, advice) in listed.items():
+        assert meaning == CODES[code], code
+        assert advice, f"{code}: nothing says what to do"
+
+
+def test_reasons_lists_the_soft_codes() -> None:
+    text = (ROOT / "docs" / "reasons.md").read_text(encoding="utf-8")
+    section = text.split("## Soft and hard")[1].split("\n## ")[0]
+    assert set(re.findall(r"`([a-z-]+)`", section)) == SOFT
+
+
+def test_errors_lists_every_class() -> None:
+    """In the order of their codes."""
+    listed = list(rows((ROOT / "docs" / "errors.md").read_text(encoding="utf-8"), "# Errors"))
+    ours = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, errors.TorchGraphBackendError)]
+    assert [cells[:2] for cells in listed] == sorted([f"`{c.code}`", f"`{c.__name__}`"] for c in ours)
+    assert all(len(cells) == 4 and all(cells) for cells in listed)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    text = _BLOCK.sub("", page.read_text(encoding="utf-8"))
+    targets = [t for t in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in t]
+    for target in targets:
+        name, _, anchor = target.partition("#")
+        linked = (page.parent / name).resolve() if name else page
+        assert linked.exists(), f"{page.name} links to {target}"
+        headings = re.findall(r"^#+ (.*)$", linked.read_text(encoding="utf-8"), re.M) if anchor else []
+        assert not anchor or anchor in {re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings}, target
+
+
+def test_design_names_every_file_and_contract() -> None:
+    """Would catch a room that was added, renamed or dropped while the map stayed as it was."""
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(?:recorders/)?(\w+\.py)`", text))
+    files = {p for folder in ("passes", "torch_graph_backend") for p in (ROOT / folder).rglob("*.py")}
+    names = {p.name for p in files if p.name != "__main__.py" and not p.name.startswith("padding_rules_")}
+    assert names <= named, f"not on the page: {names - named}"
+    assert named <= names, f"no such file: {named - names}"
+    for i in range(1, 9):
+        assert f"**C{i} " in text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_no_path_of_a_machine(page: Path) -> None:
+    found = re.search(r"(?<![\w~.])/(home|root|tmp|work|opt|Users)/\S*", page.read_text(encoding="utf-8"))
+    assert found is None, f"{page.name} has {found and found[0]}"

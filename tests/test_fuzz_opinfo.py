@@ -21,7 +21,7 @@ KIND = "full" if FULL else "slice"
 @pytest.mark.filterwarnings("ignore")
 def test_operator_samples() -> None:
     """Nothing that the proof allows is wrong for any sample, and it allows as much as it did."""
-    tally = fuzz(operations()) if FULL else fuzz(operations(), samples=2, per_sample=1, fills=("nan",), full=False)
+    tally = fuzz(operations()) if FULL else fuzz(operations(), samples=1, per_sample=1, fills=("nan",), full=False)
     assert not tally.violations, "\n".join(tally.violations)
     stored = json.loads(BASELINE.read_text(encoding="utf-8"))
     if os.environ.get("TGB_ACCEPT") == "1":
@@ -31,5 +31,5 @@ def test_operator_samples() -> None:
     fewer = {name: (tally.safe[name], n) for name, n in stored[KIND].items() if tally.safe[name] < n}
     if torch.__version__.partition("+")[0] == stored["torch"]:  # another version has other samples
         assert not fewer, f"fewer safe verdicts than stored: {fewer}"
-    assert tally.counts["safe"] > (3000 if FULL else 350)
-    assert tally.counts["refused"] > (3000 if FULL else 350)
+    assert tally.counts["safe"] > (3000 if FULL else 200)
+    assert tally.counts["refused"] > (3000 if FULL else 200)

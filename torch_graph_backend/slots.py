@@ -28,7 +28,7 @@ def evaluate(expr: sympy.Expr | int, sizes: Sizes) -> int:
 
 @dataclass(frozen=True)
 class Factor:
-    """One factor of a dimension at a bucket: ``size`` entries; the first are real, as many as ``rows`` at the real size."""
+    """One factor of a dimension at a bucket: ``size`` entries, of which the first are real, as ``rows`` counts them."""
 
     size: int
     rows: sympy.Expr | None = None
