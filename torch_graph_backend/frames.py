@@ -15,7 +15,7 @@ import torch
 
 from torch_graph_backend.errors import BridgeMismatch
 from torch_graph_backend.plan import CapturedSegment, Cut, EagerRegion
-from torch_graph_backend.slots import CutView, Filler, evaluate
+from torch_graph_backend.slots import CutView, Filler, evaluate, take_all
 
 if TYPE_CHECKING:
     from torch_graph_backend.entry import Entry
@@ -70,7 +70,7 @@ class Frame:
         """Replay a segment and take its cuts."""
         e = self.entry
         e.recorder.replay(e.recordings[index])
-        return [view.take() for view in self.views.get(index, ())]
+        return take_all(self.views.get(index, ()))
 
     def rows(self, index: int) -> torch.Tensor:
         """Uninitialised memory for eager code to fill: the real rows of a bridge, or memory of its own."""
@@ -146,7 +146,7 @@ class FirstFrame(Frame):
         if self.entry.recorder.first_runs_in_pool:  # then a replay of another key may write there
             made = {t.untyped_storage().data_ptr() for t in outputs if isinstance(t, torch.Tensor)}
             self.owned |= made - self.theirs
-        cuts = [self._cut(i, c).take() for i, c in self.entry.cuts_after.get(index, ())]
+        cuts = take_all([self._cut(i, c) for i, c in self.entry.cuts_after.get(index, ())])
         self._let_go(index)
         return cuts
 
@@ -172,7 +172,7 @@ class PartialFrame(Frame):
         step = self.entry.plan.steps[index]
         assert isinstance(step, CapturedSegment)
         demoted.take(self.entry.run_segment(step, self.args, self.entry.static, pool=False))
-        return [view.take() for view in self.views.get(index, ())]
+        return take_all(self.views.get(index, ()))
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

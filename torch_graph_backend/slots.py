@@ -188,10 +188,31 @@ class CutView:
             return False
         return all(n <= 1 or a == b for n, a, b in zip(self.shape, rows.stride(), self.stride, strict=True))
 
-    def take(self) -> torch.Tensor:
-        if not self.copy:
-            return self.source
+    def fresh(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory for a copy: what is handed out, and the view of it that ``source`` is copied into."""
         out = torch.empty_strided(self.compact, self.stride, dtype=self.source.dtype, device=self.source.device)
         target = out if self.window_split is None else out.as_strided(*self.window_split)
-        target.copy_(self.source)
-        return out if self.compact == self.shape else out.as_strided(self.shape, self.stride)
+        return (out if self.compact == self.shape else out.as_strided(self.shape, self.stride)), target
+
+    def take(self) -> torch.Tensor:
+        return take_all([self])[0]
+
+
+def take_all(views: Sequence[CutView]) -> list[torch.Tensor]:
+    """What all of these hand out; their copies are one operation."""
+    out: list[torch.Tensor] = []
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    for view in views:
+        if view.copy:
+            made, target = view.fresh()
+            out.append(made)
+            targets.append(target)
+            sources.append(view.source)
+        else:
+            out.append(view.source)
+    if len(targets) == 1:
+        targets[0].copy_(sources[0])
+    elif targets:
+        torch._foreach_copy_(targets, sources)
+    return out

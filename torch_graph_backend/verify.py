@@ -17,6 +17,7 @@ import torch
 from torch_graph_backend.errors import MemoryFault
 from torch_graph_backend.frames import Frame
 from torch_graph_backend.plan import CapturedSegment
+from torch_graph_backend.slots import take_all
 
 #: NaN in floats and -1 in integers; then a number that no model computes.
 BYTES = (0xFF, 0x41)
@@ -41,7 +42,7 @@ class CheckedFrame(Frame):
             again = self._run(step, state, before, BYTES[0])
             if _equal(runs[0], again):
                 raise MemoryFault(index, str(self.entry.key))
-        return [view.take() for view in self.views.get(index, ())]
+        return take_all(self.views.get(index, ()))
 
     def _live(self, step: CapturedSegment) -> list[torch.Tensor]:
         """What this call still needs when ``step`` begins: earlier results with a reader to come, filled buffers, and

@@ -28,6 +28,7 @@ from torch import Tensor
 import torch_graph_backend as tgb
 from torch_graph_backend import registry
 from torch_graph_backend.plan import CapturedSegment
+from torch_graph_backend.slots import take_all
 
 COLUMNS = ("op", "beyond", "host", "launch", "cut", "check", "bridge", "own call")
 
@@ -160,8 +161,7 @@ def part_times(
     bridged = [made[list(step.outputs).index(b.value)] for b in graph.plan.bridges if b.after == step.index]
 
     def cut() -> None:
-        for view in frame.views[segment.index]:
-            view.take()
+        take_all(frame.views[segment.index])
 
     own = microseconds(lambda: bare(*qkv), repeat, sync)
     return {
