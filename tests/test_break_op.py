@@ -315,7 +315,7 @@ def test_a_method_of_an_object_that_is_no_module() -> None:
             holder.k = k
             assert_same(g(x, w), ((x @ w) * k) @ w)
         fresh = torch.compile(lambda x: Holder().times(x), backend="bcg")
-        with pytest.raises(Exception, match="made inside the compiled code|compiled for is gone"):
+        with pytest.raises(Exception, match=r"made inside the compiled code|compiled for is gone"):
             fresh(x)
 
 
