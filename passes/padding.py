@@ -27,6 +27,8 @@ from .reasons import Reason
 
 __all__ = ["KNOWN", "Layout", "PaddingResult", "analyse", "is_known", "natural"]
 
+LAID_OUT = "cannot be laid out"
+
 #: The layouts of one tensor: one per symbol; ``None`` where the tensor cannot be padded for that symbol.
 PerSymbol = tuple["Layout | None", ...]
 
@@ -117,6 +119,7 @@ class _Interpreter:
         self.windows: set[Node] = set()
         self.memo: dict[object, _Verdict] = {}
         self.result = PaddingResult({}, {}, {})
+        self.first: dict[Node, Node] = {}
         self.float_bound = False
 
     def run(self, graph: Graph) -> PaddingResult:
@@ -145,12 +148,15 @@ class _Interpreter:
             return self.natural(val, self.given(node, val))
         if node.target is operator.getitem and isinstance(node.args[0], Node) and isinstance(node.args[1], int):
             source = self.values[node.args[0]]
+            if node.args[0] in self.first:
+                self.first[node] = self.first[node.args[0]]
             if node.args[0] in self.windows:
                 self.windows.add(node)
             if isinstance(node.args[0].meta.get("val"), (tuple, list)):
                 return (source[node.args[1]],)
         if node in self.eager or node in self.escaped:
             self.track_window(node, ())
+            self.first[node] = node
             if node not in self.eager:
                 self.result.reasons[node] = self.escaped[node]
             return self.with_spans(node, self.natural(val))
@@ -213,7 +219,7 @@ class _Interpreter:
             verdict = self.memo[key] = self.verdict(node, args, dict(kwargs), fresh, mutable, window)
         self.float_bound |= verdict.float_bound
         if verdict.reason is not None:
-            self.result.reasons[node] = verdict.reason
+            self.result.reasons[node] = self.traced_back(node, verdict.reason)
         if verdict.obligations:
             self.result.obligations[node] = verdict.obligations
         outputs = tuple(
@@ -222,6 +228,16 @@ class _Interpreter:
         )
         self.track_window(node, outputs)
         return outputs
+
+    def traced_back(self, node: Node, reason: Reason) -> Reason:
+        """The reason, with the first operation of the path that was refused, where this one only follows it."""
+        first = next((self.first[a] for a in node.all_input_nodes if a in self.first), None)
+        if first is None or LAID_OUT not in reason.text:
+            self.first[node] = node
+            return reason
+        self.first[node] = first
+        where = first.meta.get("where")
+        return replace(reason, text=f"{reason.text}; it follows {first.target}" + (f" at {where}" if where else ""))
 
     def argument(self, arg: object) -> object:
         """What a rule may know of an argument: its sizes and layouts, the expression of a size, or a constant."""
@@ -350,7 +366,7 @@ class _Interpreter:
             if isinstance(value, _Tensor):
                 layout = value.layouts[i]
                 if layout is None:
-                    raise RefusedError(f"an argument of sizes {list(value.shape)} cannot be laid out", "derived-size")
+                    raise RefusedError(f"an argument of sizes {list(value.shape)} {LAID_OUT}", "derived-size")
                 return Operand(value.shape, value.dtype, layout, value.span)
             return tuple(seen(v) for v in value) if isinstance(value, tuple) else value
 

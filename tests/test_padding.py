@@ -86,6 +86,13 @@ class TestLayouts:
         (reason,) = traced.result.reasons.values()
         assert reason.text.startswith("aten.sum.dim_IntList: reduces over padded dim 0")
 
+    def test_a_reason_that_follows_another_names_the_first(self):
+        traced = prove(lambda a: torch.relu(torch.arange(64 - a.shape[0]).float()) + 1, ["T,8"])
+        first, *rest = traced.result.reasons.values()
+        assert "need not grow" in first.text
+        assert len(rest) == 3
+        assert all("cannot be laid out" in r.text and r.text.endswith("; it follows aten.arange.default") for r in rest)
+
     def test_eager_nodes_have_no_reason_and_natural_layouts(self):
         gm, symbols = trace(lambda a: a.flatten().softmax(0).view(a.shape) * 2, ["T,8"])
         nodes = {n.target.overloadpacket: n for n in gm.graph.nodes if hasattr(n.target, "overloadpacket")}

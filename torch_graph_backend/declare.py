@@ -54,8 +54,9 @@ def undeclare_row_local(op: Any) -> None:
 def declare_indices(*names: str) -> None:
     """Declare that integer arguments of the compiled functions hold valid indices wherever they are used as such.
 
-    ``names`` are parameter names (``"last_token"``). *Valid* means: never negative (which would count from the end,
-    and the end is padded), and inside the dimension that they index. Raises ``DeclarationError`` for what is no name.
+    ``names`` are parameter names (``"last_token"``), or names of buffers of the module. *Valid* means: never negative
+    (which would count from the end, and the end is padded), and inside the dimension that they index. Raises
+    ``DeclarationError`` for what is no name.
     """
     for name in names:
         if not isinstance(name, str) or not name.isidentifier():
