@@ -196,15 +196,19 @@ def may_raise(node: Node) -> bool:
     return target.namespace not in ("aten", "prims") or any(part in target._schema.name for part in _RAISES)
 
 
+#: Random for the sake of dropout alone: nothing is drawn at inference, or with probability 0.
+_DROPS_OUT = ("dropout", "aten::gru", "aten::lstm", "aten::rnn_tanh", "aten::rnn_relu")
+
+
 def is_random(node: Node) -> bool:
-    """Whether the node draws from a random generator (dropout at inference does not)."""
+    """Whether the node draws from a random generator (dropout, and recurrent layers for theirs, not at inference)."""
     target = node.target
     if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     named = arguments(node)
     off = named.get("train") is False or named.get("training") is False
     probabilities = [named[k] for k in ("p", "dropout_p", "dropout") if k in named]
-    if target._schema.name.endswith("dropout") and (off or probabilities == [0.0]):
+    if target._schema.name.endswith(_DROPS_OUT) and (off or probabilities == [0.0]):
         return False
     if "scaled_dot_product" in target._schema.name:
         return bool(probabilities and probabilities[0] != 0.0)

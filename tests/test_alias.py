@@ -267,6 +267,12 @@ def test_random_draws_keep_their_order() -> None:
     assert draws[0] in aliasing.order[draws[1]]
 
 
+def recurrent(x: torch.Tensor, dropout: float, train: bool) -> torch.Tensor:
+    """Two recurrent layers, with dropout between them."""
+    weights = [x.new_ones(9, 4), x.new_ones(9, 3), x.new_ones(9, 3), x.new_ones(9, 3)]
+    return torch.gru(x[0], x.new_zeros(2, 4, 3), weights, False, 2, dropout, train, False, False)[0]
+
+
 @pytest.mark.parametrize(
     ("function", "draws"),
     [
@@ -277,8 +283,14 @@ def test_random_draws_keep_their_order() -> None:
         (lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5), True),
         (lambda x: torch.bernoulli(x.abs().clamp(max=1)), True),
         (lambda x: x * 2, False),
+        (lambda x: recurrent(x, 0.5, False), False),
+        (lambda x: recurrent(x, 0.0, True), False),
+        (lambda x: recurrent(x, 0.5, True), True),
     ],
-    ids=["dropout-off", "dropout-0", "dropout", "sdpa", "sdpa-dropout", "bernoulli", "mul"],
+    ids=[
+        *("dropout-off", "dropout-0", "dropout", "sdpa", "sdpa-dropout", "bernoulli", "mul"),
+        *("gru-off", "gru-0", "gru-dropout"),
+    ],
 )
 def test_what_draws(function: Callable[..., Any], draws: bool) -> None:
     """Dropout that is off must be capturable; dropout that is on must not be."""
