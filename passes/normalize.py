@@ -31,6 +31,7 @@ from .templates import (
     NormaliseError,
     Template,
     callable_of,
+    is_fixed,
     is_identity,
     leaf_key,
     leaves_of,
@@ -196,12 +197,20 @@ class _Normaliser:
             return self.higher_order(gm, node, args, kwargs)
         if node.op == "call_module":
             return self.opaque(node, self.constant(gm.get_submodule(str(target)), str(target)), args, kwargs)
+        if node.op == "call_method" and target == "item" and is_fixed(node.meta.get("example_value")):
+            return self.fixed_number(node, args[0])
         try:
             return self.traced(callable_of(node), node, args, kwargs)
         except NormaliseError as error:
             raise NormaliseError(error.reason.at(user_line(node.meta.get("stack_trace")))) from error
         except Exception as error:  # the node stays as Dynamo recorded it, and says so
             return self.opaque(node, None, args, kwargs, error)
+
+    def fixed_number(self, node: Node, tensor: Node) -> Node:
+        """``tensor.item()`` whose value Dynamo has fixed: that value is not in the key of a trace."""
+        new = self.s.graph.call_function(aten.item.default, (tensor,))
+        self.annotate(new, node, node.meta["example_value"])
+        return new
 
     # -- regions and modes ---------------------------------------------------------------------------------------
 

@@ -37,7 +37,8 @@ class NormaliseError(Exception):
 class Template:
     """One traced structure: a small ATen graph, and the tensors it lifted as attributes.
 
-    ``makes_sizes``: it makes size symbols of its own (``nonzero``), so that no other node may share it.
+    ``makes_sizes``: it makes size symbols of its own (``nonzero``) or reads a number out of a tensor (``item``), so
+    that no other node may share it. Where Dynamo fixed a number's value, it has no symbol and is part of the trace.
     """
 
     graph: Graph
@@ -81,7 +82,17 @@ def trace_template(
     _note_aliases(gm.graph)
     known = free(fakes)
     found = (free(n.meta.get("val")) for n in gm.graph.nodes)
-    return Template(gm.graph, constants, any(symbols - known for symbols in found))
+    return Template(gm.graph, constants, any(symbols - known for symbols in found) or any(map(_reads, gm.graph.nodes)))
+
+
+def is_fixed(value: Any) -> bool:
+    """A symbolic number with no symbol in it."""
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) and not free(value)
+
+
+def _reads(node: Node) -> bool:
+    """The operation reads tensor data on the host."""
+    return isinstance(node.target, OpOverload) and torch.Tag.data_dependent_output in node.target.tags
 
 
 def _distinct(values: list[Any]) -> list[Any]:

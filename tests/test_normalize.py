@@ -412,6 +412,31 @@ def test_sizes_from_data_are_told_apart() -> None:
                 assert_same(g(*args), f(*args))
 
 
+class Scaled(nn.Module):
+    """A batch norm and numbers of its own: with ``dynamic=True`` all of them are arguments read by ``item``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4, eps=0.5, momentum=0.25)
+        self.a, self.b = 2.0, 3.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x) * self.a + self.b
+
+
+def test_numbers_of_modules_are_told_apart() -> None:
+    """Dynamo fixes eps and momentum, whose ``item`` then has no symbol; each has a value of its own all the same."""
+    model = Scaled().eval()
+    seen = checked(model, torch.randn(5, 4), dynamic=True)
+    assert len(seen.calls("aten.item")) == 4
+    (norm,) = seen.calls("aten.batch_norm")
+    assert norm.args[6:8] == (0.25, 0.5)
+    x = torch.randn(6, 4)
+    with compiled(model, dynamic=True) as fast:
+        for _ in range(3):
+            assert_same(fast(x), model(x))
+
+
 def test_one_node_twice_in_an_operation() -> None:
     """``x - x`` and ``x - y`` have the same metadata and are different structures."""
 
