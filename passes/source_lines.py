@@ -67,6 +67,9 @@ def caller_line() -> str:
 
 
 def _line_of(frame: FrameType) -> str:
-    code, number = frame.f_code, frame.f_lineno
-    text = linecache.getline(code.co_filename, number).strip()
-    return f"{os.path.basename(code.co_filename)}:{number} in {code.co_name}: {text}"
+    return line_of(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+def line_of(file: str, number: int, function: str) -> str:
+    """``"serve.py:12 in step: y = model(x)"``; the text is empty if there is no such file."""
+    return f"{os.path.basename(file)}:{number} in {function}: {linecache.getline(file, number).strip()}"

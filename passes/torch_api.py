@@ -217,3 +217,19 @@ def is_in_graph(function: Callable[..., Any]) -> bool:
     from torch._dynamo import trace_rules, variables
 
     return trace_rules.lookup(function) is variables.TorchInGraphFunctionVariable
+
+
+def break_behind(gm: Any) -> tuple[str, Any] | None:
+    """Why Dynamo ended a graph before the function's end: the text, and the innermost frame of the user's code
+    (``filename``, ``lineno``, ``name``) or ``None``. ``None`` if the graph ends where the function does."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    return str(reason.reason), (reason.user_stack[-1] if reason.user_stack else None)
+
+
+def skipped_frames() -> int:
+    """How many functions Dynamo looked at so far and did not compile (they run as without ``torch.compile``)."""
+    from torch._dynamo.utils import counters
+
+    return int(counters["frames"]["total"] - counters["frames"]["ok"])
