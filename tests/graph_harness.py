@@ -179,7 +179,7 @@ def assert_golden(name: str, text: str) -> None:
     """``text`` equals ``golden/NAME.txt``; with ``TGB_ACCEPT=1`` in the environment it is written there instead."""
     path = GOLDEN / f"{name}.txt"
     if os.environ.get("TGB_ACCEPT") == "1":
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(stable(text), encoding="utf-8")
     assert path.exists(), f"no {path.name}: run once with TGB_ACCEPT=1, and read what it wrote"
     assert stable(text) == path.read_text(encoding="utf-8"), "if the change is meant, run with TGB_ACCEPT=1"
