@@ -44,10 +44,14 @@ _FACTORIES |= {"empty_like", "ones_like", "full_like", "empty_strided", "new_emp
 
 @dataclass(frozen=True)
 class Verdict:
-    """``kind`` is ``capture``, ``host`` or ``eager``; an eager verdict has a ``reason`` with the user's line."""
+    """``kind`` is ``capture``, ``host`` or ``eager``; an eager verdict has a ``reason`` with the user's line.
+
+    ``repaired``: how a captured node was rewritten, if it was (``repair``).
+    """
 
     kind: str
     reason: Reason | None = None
+    repaired: str = ""
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,7 @@ def _verdict(work: _Work, node: Node) -> Verdict:
     if node in work.host:
         return Verdict("host")
     reason = work.eager.get(node)
-    return Verdict("eager", reason) if reason is not None else Verdict("capture")
+    return Verdict("eager", reason) if reason else Verdict("capture", repaired=node.meta.get("repaired", ""))
 
 
 def _host_and_unsafe(work: _Work, device: torch.device, is_break: BreakPredicate) -> None:

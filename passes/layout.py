@@ -49,6 +49,21 @@ PLAIN = Axis()
 
 
 @dataclass(frozen=True)
+class Fact:
+    """What is known of a tensor's entries relative to ``n``, the real size of the symbol, which is at least 1.
+
+    ``count``: the one entry is ``n + value``, at any size. ``below``: every entry is less than ``n``.
+    Along padded dimension ``dim``, whose axis is ``PLAIN``: ``positions``: entry ``i`` is ``i``. ``real``: entry ``i``
+    is whether ``i < n``. ``rows``: entry ``i`` is ``min(i, n - 1)``. ``repeats``: padded entries are copies of the last
+    real one. ``filled``: padded entries are ``value``.
+    """
+
+    kind: str
+    dim: int = 0
+    value: float | int | bool = 0
+
+
+@dataclass(frozen=True)
 class Layout:
     """How one tensor carries one symbol: ``axes`` (dim -> Axis, sorted by dim) and what is known of its content.
 
@@ -57,11 +72,13 @@ class Layout:
     is in range wherever row 0 is. Else padded entries count on past the real ones (``arange``), and ``bound`` is an
     exclusive upper limit of the values at the bucket's size; ``oo`` if no limit is known, 0 for rows of a table
     (valid wherever the table has these rows).
+    ``fact``: what a repair makes true of the entries. A rule that builds a new layout drops it.
     """
 
     axes: tuple[tuple[int, Axis], ...] = ()
     uniform: bool = False
     bound: sympy.Expr | None = None
+    fact: Fact | None = None
 
     @staticmethod
     def of(axes: Mapping[int, Axis], uniform: bool = False, bound: sympy.Expr | None = None) -> Layout:

@@ -61,7 +61,8 @@ class NormalGraph:
     """The one IR. ``constants`` are the tensors and subgraphs behind ``get_attr`` nodes.
 
     ``turns_grad_on`` is true if the code enables gradients itself, so that ``no_grad`` around the call proves
-    nothing. ``traced`` and ``reused`` count structures traced and nodes instantiated from a template.
+    nothing. ``traced`` and ``reused`` count structures traced and nodes instantiated from a template, ``hoisted``
+    nodes that became constants (``hoist``).
     """
 
     graph: Graph
@@ -71,6 +72,7 @@ class NormalGraph:
     turns_grad_on: bool
     traced: int
     reused: int
+    hoisted: int = 0
 
 
 @dataclass

@@ -18,7 +18,8 @@ import torch
 from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
-from .layout import INDEPENDENT, Layout, expr_of, mentions, natural, natural_of, shape_of
+from .layout import INDEPENDENT, Fact, Layout, expr_of, mentions, natural, natural_of, shape_of
+from .padding_facts import IN_RANGE, derive
 from .padding_rules_base import UNBOUNDED, Call, Operand, RefusedError, check_exact
 from .padding_rules_declared import is_promised
 from .padding_rules_table import KNOWN, MAY_ALIAS, SIZE_READS, base_name, find_entry, is_known, refusal
@@ -144,6 +145,8 @@ class _Interpreter:
             val = getattr(node.graph.owning_module, str(node.target), None)
         if isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)):
             self.sizes[node] = expr_of(val)
+        if "real_size" in node.meta:
+            return self.count(val, node.meta["real_size"])
         if node.op in ("placeholder", "get_attr"):
             return self.natural(val, self.given(node, val))
         if node.target is operator.getitem and isinstance(node.args[0], Node) and isinstance(node.args[1], int):
@@ -173,6 +176,11 @@ class _Interpreter:
             else:
                 outputs.append(None)
         return tuple(outputs) if any(outputs) or isinstance(val, (tuple, list)) else ()
+
+    def count(self, val: Any, symbol: sympy.Symbol) -> _Outputs:
+        """A tensor that holds the real size of a symbol, at the real size and at the bucket alike."""
+        known = Layout(fact=Fact("count"))
+        return (_Tensor(shape_of(val), val.dtype, tuple(known if s == symbol else INDEPENDENT for s in self.symbols)),)
 
     def given(self, node: Node, val: object) -> Span | None:
         """What is known of the entries of an argument (the user's promise) or of a constant (its values)."""
@@ -301,7 +309,8 @@ class _Interpreter:
                 text = f"{name}: {refused.text} (padded size {symbol})"
                 layouts = tuple(() if t is None else t.layouts for t in fresh)
                 return _Verdict(Reason(refused.code, text, fix=refused.fix), layouts, known)
-            columns.append([replace(x, uniform=False) if mutable and x.uniform else x for x in found])
+            changes = mutable and any(x.uniform or x.fact for x in found)
+            columns.append([replace(x, uniform=False, fact=None) for x in found] if changes else found)
             obligations += conditions
             float_bound |= tainted
         by_output = tuple(tuple(column[k] for column in columns) for k in range(len(fresh)))
@@ -335,6 +344,7 @@ class _Interpreter:
         """The layouts of the outputs for one symbol, the conditions, and whether a float write lost a bound."""
         trivial = [INDEPENDENT] * len(fresh)
         involved = _involves((args, tuple(kwargs.values())), symbol)
+        involved = involved or _knows((args, tuple(kwargs.values())), i)
         if not involved and not any(t is not None and _involves(t, symbol) for t in fresh):
             return trivial, [], False
         op = node.target
@@ -387,6 +397,9 @@ class _Interpreter:
             if layout.axes and layout.bound is None and (bounded or (recast and whole)):
                 layouts[k] = replace(layout, bound=UNBOUNDED)
             check_exact(call, k, layouts[k])
+            fact = derive(call, layouts[k]) if k == 0 else None
+            inside = fact is not None and fact.kind in IN_RANGE
+            layouts[k] = replace(layouts[k], fact=fact, bound=None if inside else layouts[k].bound)
         if not call.op._schema.is_mutable:
             return layouts, False
         target = next(iter(call.args.values()))
@@ -433,6 +446,14 @@ def _involves(value: object, symbol: sympy.Symbol) -> bool:
     if isinstance(value, _Tensor):
         return any(symbol in size.free_symbols for size in value.shape)
     return mentions(value, symbol)
+
+
+def _knows(value: object, i: int) -> bool:
+    """Whether something is known of a tensor's entries for the ``i``-th symbol."""
+    if isinstance(value, tuple):
+        return any(_knows(v, i) for v in value)
+    layout = value.layouts[i] if isinstance(value, _Tensor) else None
+    return layout is not None and layout.fact is not None
 
 
 def _size_mentions(value: object, symbol: sympy.Symbol) -> bool:

@@ -15,7 +15,7 @@ import sympy
 import torch
 from torch._ops import OpOverload
 
-from .layout import Axis, Layout, mentions, same
+from .layout import PLAIN, Axis, Fact, Layout, mentions, same
 from .padding_values import Span
 
 UNBOUNDED = sympy.oo
@@ -31,6 +31,9 @@ class RefusedError(Exception):
         self.code = code
         self.text = text
         self.fix = fix
+
+
+_UNKNOWN = Fact("")
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,25 @@ class Operand:
     @property
     def carries(self) -> bool:
         return bool(self.layout.axes)
+
+    @property
+    def fact(self) -> Fact:
+        """What is known of the entries (of kind ``""`` if nothing is)."""
+        return self.layout.fact or _UNKNOWN
+
+    @property
+    def rows_exist(self) -> bool:
+        """Whether every entry, padded ones too, is a real row of a dimension of the symbol's size."""
+        return self.fact.kind in ("inside", "rows") or self.fact == Fact("count", value=-1)
+
+    def repeats(self, dim: int) -> bool:
+        """Whether the padded entries along ``dim`` are copies of the last real one."""
+        return self.fact.kind in ("repeats", "rows") and self.fact.dim == dim and self.axis(dim) == PLAIN
+
+    def filled(self, dim: int, value: float | int | bool) -> bool:
+        """Whether the padded entries along ``dim`` are ``value``."""
+        known = self.fact.kind == "filled" and self.fact.dim == dim and self.fact.value == value
+        return known and self.axis(dim) == PLAIN
 
     @property
     def constant(self) -> bool:
@@ -145,6 +167,8 @@ class Call:
         A real entry of eager lies in the real rows, unless it is negative: then it counts from their end.
         """
         axis = table.axis(dim)
+        if axis is not None and axis == PLAIN and index.rows_exist:
+            return
         if axis is not None:
             if index.span is None:
                 text = f"looks up rows of padded dim {dim} by values that may be negative or too large"

@@ -20,7 +20,9 @@ def _slice(operand: Operand, dims: Sequence[int]) -> Operand:
 
 def multiply(call: Call, a: Operand, b: Operand) -> dict[int, Axis]:
     """``a @ b`` with the rules of ``matmul``: 1-D operands, batch broadcast, the inner dimension contracted."""
-    forbid(a, [a.ndim - 1], SUM)  # the dimension of ``b`` that it meets has the same size
+    met = max(b.ndim - 2, 0)  # has the same size; padded entries add nothing if both are zero (0 * NaN is NaN)
+    if not (a.filled(a.ndim - 1, 0) and b.filled(met, 0)):
+        forbid(a, [a.ndim - 1], SUM)
     batch = [_slice(x, range(x.ndim - 2)) for x in (a, b) if x.ndim > 2]
     lead = max((x.ndim for x in batch), default=0)
     axes = broadcast(call, batch, lead)

@@ -92,13 +92,28 @@ def one_hot(call: Call) -> Layout:
     return Layout(x.layout.axes, bound=None if x.layout.bound is None else sympy.Integer(2))
 
 
+def _again(call: Call, x: Operand, index: Operand, along: int, source: Operand | None, dim: int) -> bool:
+    """Whether padded rows write what the last real row writes, to the same place, after it.
+
+    Also if real rows write one place twice: the last one of them stays the last.
+    """
+    if call.get("reduce") is not None or x.axis(dim) is not None or not index.repeats(along):
+        return False
+    return source is None or source.axis(dim) is None or source.repeats(dim)
+
+
 def _row_local(call: Call, x: Operand, index: Operand, source: Operand | None, dim: int) -> Layout:
-    """Writes that stay within each padded row: neither index nor source carries in ``dim``, or where ``x`` does not."""
+    """Writes that stay within each padded row: neither index nor source carries where ``x`` does not.
+
+    Along ``dim`` both may carry if their padded entries repeat the last real one (never where entries accumulate).
+    """
+    again = call.op.overloadpacket.__name__.rstrip("_") == "scatter" and _again(call, x, index, dim, source, dim)
     for d in set(index.layout.dims) | set(source.layout.dims if source is not None else ()):
-        if d == dim or x.axis(d) is None:
+        if not (again and d == dim) and (d == dim or x.axis(d) is None):
             raise RefusedError(WRITTEN)
     _aligned(call, x, index, dim)
-    if source is not None and not source.layout.uniform and source.layout.axes != x.layout.axes:
+    rest = tuple((d, axis) for d, axis in source.layout.axes if not (again and d == dim)) if source is not None else ()
+    if source is not None and not source.layout.uniform and rest != x.layout.axes:
         raise RefusedError("the source is padded differently than the tensor")
     call.look_up(x, dim, index)
     return Layout(x.layout.axes)
@@ -118,10 +133,13 @@ def index_write(call: Call) -> Layout:
     x, position = call.tensor("self"), call.tensor("index")
     dim = call.dim(x.ndim)
     source = next((call.args[n] for n in ("source", "value") if isinstance(call.get(n), Operand)), None)
-    if position.carries or (source is not None and source.axis(dim) is not None):
+    name = call.op.overloadpacket.__name__.rstrip("_")
+    again = name in ("index_copy", "index_fill") and _again(call, x, position, 0, source, dim)
+    if not again and (position.carries or (source is not None and source.axis(dim) is not None)):
         raise RefusedError(WRITTEN)
     forbid(x, [dim], "writes rows of")
-    if source is not None and source.ndim and source.layout.axes != x.layout.axes and not source.layout.uniform:
+    rest = tuple((d, axis) for d, axis in source.layout.axes if not (again and d == dim)) if source is not None else ()
+    if source is not None and source.ndim and rest != x.layout.axes and not source.layout.uniform:
         raise RefusedError(WRITTEN if not x.carries else "the written rows are padded differently than the memory")
     return Layout(x.layout.axes)
 
@@ -131,11 +149,18 @@ def index_put(call: Call) -> Layout:
     """Advanced indexing, written: the index must not carry, the values carry as the indexed tensor does."""
     x, values = call.tensor("self"), call.tensor("values")
     given: Sequence[Operand] = [i for i in call.args["indices"] if i is not None]
-    if any(i.carries for i in given):
-        raise RefusedError(WRITTEN)
-    _, _, axes, _ = _indexed(call, x)
-    ndim = x.ndim - len(given) + max(i.ndim for i in given)
+    _, _, axes, first = _indexed(call, x)
+    together = max(i.ndim for i in given)
+    ndim = x.ndim - len(given) + together
     written = broadcast(call, [values], ndim)
+    for d in {d + together - i.ndim for i in given for d in i.layout.dims}:
+        alike = all(i.axis(d - together + i.ndim) is None or i.repeats(d - together + i.ndim) for i in given)
+        at = first + d - ndim + values.ndim
+        alike = alike and (at < 0 or values.axis(at) is None or values.repeats(at))
+        if call.get("accumulate") or not alike:
+            raise RefusedError(WRITTEN)
+        axes.pop(first + d)
+        written.pop(first + d, None)
     if not values.layout.uniform and any(axes.get(d) != axis for d, axis in written.items()):
         raise RefusedError(WRITTEN)
     return Layout(x.layout.axes)

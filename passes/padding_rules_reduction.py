@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from .layout import INDEPENDENT, Layout, product
+from .padding_facts import neutral
 from .padding_rules_base import (
     UNBOUNDED,
     Call,
@@ -36,12 +37,22 @@ def _with_positions(call: Call, layout: Layout, x: Operand, dims: Sequence[int])
     return layouts
 
 
+def _unmasked(call: Call, x: Operand, dims: Sequence[int]) -> list[int]:
+    """The dimensions of ``dims`` whose padded entries could change the result: not filled with what changes nothing."""
+    name = call.op.overloadpacket.__name__
+    value = neutral(name, x.dtype)
+    flat = call.get("dim") is None and x.ndim > 1 and POSITIONS.get(name, len(call.outs)) < len(call.outs)
+    if value is None or flat:
+        return list(dims)  # a position in the flattened tensor counts padded entries
+    return [d for d in dims if not x.filled(d, value)]
+
+
 @rule("median", "nanmedian", "mode", "kthvalue", "max.dim", "min.dim", "max", "min", "special_logsumexp", "nanmean")
 def reduction(call: Call) -> Sequence[Layout]:
     """The reduced dimensions must not carry; all of them are reduced if the schema or the call names none."""
     x = call.first("self", "input")
     dims = call.dims(x.ndim, "dim", "dims")
-    forbid(x, dims, "reduces over")
+    forbid(x, _unmasked(call, x, dims), "reduces over")
     return _with_positions(call, content(drop(x.layout, dims, bool(call.get("keepdim", False)))), x, dims)
 
 
@@ -62,7 +73,7 @@ def along(call: Call) -> Sequence[Layout]:
     """Every entry depends on the whole line along ``dim`` (any line if there is no such argument)."""
     x = call.first("self", "input")
     dims = call.dims(x.ndim, "dim")
-    forbid(x, dims, "mixes entries along")
+    forbid(x, _unmasked(call, x, dims), "mixes entries along")
     return _with_positions(call, content(x.layout), x, dims)
 
 

@@ -18,7 +18,7 @@ import torch._dynamo.eval_frame
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import CompileContext, TracingContext
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_aggregate
@@ -62,6 +62,7 @@ __all__ = [
     "reset_with_dynamo",
     "set_grad_enabled",
     "size_hint",
+    "unset_fake_temporarily",
 ]
 
 #: What Dynamo emits for ``with torch.autocast(...)`` and ``with torch.no_grad()`` inside a graph.

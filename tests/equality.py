@@ -73,7 +73,7 @@ class Poison:
             keep = {t.untyped_storage().data_ptr() for t in state}
             keep |= {c.untyped_storage().data_ptr() for c in graph.normal.constants.values() if _plain(c)}
             for entry in graph.entries.values():
-                for t in (*entry.slots, *entry.bridges, *entry.static.values()):
+                for t in (*entry.slots, *entry.counts, *entry.bridges, *entry.static.values()):
                     if _plain(t) and t.untyped_storage().data_ptr() in entry.owned - keep:
                         self._spoil(t)
 

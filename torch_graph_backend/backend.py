@@ -24,8 +24,10 @@ from torch_graph_backend.errors import StrictModeError
 from torch_graph_backend.ledger import log
 from torch_graph_backend.passes.alias import has_hidden_effects, is_random
 from torch_graph_backend.passes.classify import Classified, classify
+from torch_graph_backend.passes.hoist import hoist
 from torch_graph_backend.passes.normalize import NormalGraph, NormaliseError, normalise
 from torch_graph_backend.passes.reasons import Reason
+from torch_graph_backend.passes.repair import repair
 from torch_graph_backend.passes.source_lines import function_name
 from torch_graph_backend.passes.symbols import unreadable
 from torch_graph_backend.passes.torch_api import TracingContext, reset_with_dynamo
@@ -154,16 +156,22 @@ class _Compiler:
             raise NormaliseError(unread)
         device = _device(normal)
         views = self.config.outputs == "view"
-        classified = classify(
-            normal,
-            device,
-            self.is_break,
-            moving=self.moving,
-            min_kernels=self.config.min_segment_kernels,
-            view_outputs=views,
-            borrows=self.is_break.borrows,
-            touches_state=self.is_break.touches_state,
-        )
+        normal = hoist(normal, device, self.is_break)
+        kernels = self.config.min_segment_kernels
+
+        def judge(graph: NormalGraph) -> Classified:
+            return classify(
+                graph,
+                device,
+                self.is_break,
+                moving=self.moving,
+                min_kernels=kernels,
+                view_outputs=views,
+                borrows=self.is_break.borrows,
+                touches_state=self.is_break.touches_state,
+            )
+
+        normal, classified = repair(normal, judge, kernels)
         plan = build_plan(self.name, device, normal, classified, views)
         found = state_of(device)
         if isinstance(found, Reason):

@@ -258,7 +258,7 @@ class _Writer:
             return f"A[{ref.key}]"
         if ref.kind == "const":
             return self.bind(self.normal.constants[str(ref.key)], str(ref.key))
-        return {"cut": f"cut_{ref.key}", "eager": f"v_{ref.key}"}[ref.kind]
+        return {"cut": f"cut_{ref.key}", "eager": f"v_{ref.key}", "count": f"F.counts[{ref.key}]"}[ref.kind]
 
     def output(self, out: Any) -> str:
         if out.ref is not None:

@@ -60,9 +60,11 @@ class Entry:
         self.size_args = tuple(bucket[s.symbol] for s in plan.symbols)
         exact = frozenset(s.symbol for s in plan.symbols if s.kind == "exact")
         specs = [*(s.spec for s in plan.slots), *(b.spec for b in plan.bridges)]
-        self.lease = state.arena.take([(*buffer_strides(spec, bucket, exact), spec.dtype) for spec in specs])
+        layouts = [(*buffer_strides(spec, bucket, exact), spec.dtype) for spec in specs]
+        self.lease = state.arena.take([*layouts, *(((), (), torch.int64) for _ in plan.counts)])
         self.slots = list(self.lease.buffers[: len(plan.slots)])
-        self.bridges = list(self.lease.buffers[len(plan.slots) :])
+        self.bridges = list(self.lease.buffers[len(plan.slots) : len(specs)])
+        self.counts = list(self.lease.buffers[len(specs) :])
         self.slot_windows = [Window.at(s.spec.padding, bucket) for s in plan.slots]
         self.bridge_windows = [Window.at(b.spec.padding, bucket) for b in plan.bridges]
         self.cut_windows = [Window.at(c.spec.padding, bucket) for c in plan.cuts]
@@ -107,6 +109,8 @@ class Entry:
             return args[int(ref.key)]
         if ref.kind == "slot":
             return self.slots[int(ref.key)]
+        if ref.kind == "count":
+            return self.counts[int(ref.key)]
         if ref.kind == "bridge":
             return self.bridges[int(ref.key)]
         if ref.kind == "const":
@@ -124,10 +128,16 @@ class Entry:
         """Whether a segment changes a tensor made under inference mode: only inference mode may do that."""
         return any(args[i].is_inference() for i in self.plan.mutated)
 
+    def write_counts(self, sizes: Sizes) -> None:
+        """Tell repaired operations the real sizes: one small kernel each, no copy from the host."""
+        for buffer, count in zip(self.counts, self.plan.counts, strict=True):
+            buffer.fill_(sizes[count.symbol])
+
     def warm_up(self, args: Sequence[Any]) -> None:
         """Run the segments alone, on zeros: kernels are loaded and chosen. Changes what the segments change."""
         for buffer in self.lease.buffers:
             buffer.zero_()
+        self.write_counts(self.bucket)
         values: dict[str, Any] = {}
         for step in self.plan.segments:
             values.update(zip(step.outputs, self.run_segment(step, args, values), strict=True))

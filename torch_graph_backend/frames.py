@@ -27,6 +27,7 @@ class Frame:
     def __init__(self, entry: Entry, sizes: tuple[int, ...]) -> None:
         self.entry = entry
         self.owned = entry.owned
+        self.counts = entry.counts
         plan = entry.plan
         self.sizes: dict[Any, int] = {s.symbol: v for s, v in zip(plan.symbols, sizes, strict=True)}
         self.direct = self._direct()
@@ -63,7 +64,8 @@ class Frame:
     # -- called by the generated driver --------------------------------------------------------------------------
 
     def fill(self, args: Sequence[Any]) -> None:
-        """Write every slot: real rows from the caller's arguments, tails from row 0."""
+        """Write every slot, real rows from the caller's arguments and tails from row 0; and every count."""
+        self.entry.write_counts(self.sizes)
         self.slot_filler.fill([args[i] for i in self.slot_args])
 
     def segment(self, index: int) -> list[torch.Tensor]:

@@ -39,8 +39,8 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Ref:
-    """Where a step gets a value. ``kind``: ``arg`` (the caller's), ``slot``, ``bridge``, ``cut`` (indices into the
-    plan), ``static`` (a captured value in static memory), ``eager`` (an eager result), ``const``."""
+    """Where a step gets a value. ``kind``: ``arg`` (the caller's), ``slot``, ``count``, ``bridge``, ``cut`` (indices
+    into the plan), ``static`` (a captured value in static memory), ``eager`` (an eager result), ``const``."""
 
     kind: str
     key: str | int
@@ -56,6 +56,14 @@ class Slot:
     arg: int
     name: str
     spec: TensorSpec
+
+
+@dataclass(frozen=True)
+class Count:
+    """A static int64 tensor of one element that holds the real size of a bucketed symbol: filled with the slots."""
+
+    name: str
+    symbol: sympy.Symbol
 
 
 @dataclass(frozen=True)
@@ -88,13 +96,15 @@ class Cut:
 
 @dataclass(frozen=True)
 class OpLine:
-    """One operation as it prints: its value's name, the op, the user's line, and why it is eager (if it is)."""
+    """One operation as it prints: its value's name, the op, the user's line, why it is eager (if it is), and how it was
+    rewritten so that it need not be (if it was)."""
 
     value: str
     op: str
     where: str
     kernel: bool
     reason: Reason | None = None
+    repaired: str = ""
 
 
 @dataclass(frozen=True)
@@ -142,7 +152,9 @@ class Output:
 class Plan:
     """Ordered steps and the memory between them. ``pinned`` are arguments read in place (compared by address);
     ``mutated`` those of them that segments change. ``conditions`` on sizes must hold at the bucket. ``reason`` is set
-    if nothing is captured. ``held``: captured values whose memory the caller gets to see (``outputs="view"``)."""
+    if nothing is captured. ``held``: captured values whose memory the caller gets to see (``outputs="view"``).
+    ``counts``: the real sizes that repaired operations read on the device. ``hoisted``: operations on Python values
+    alone, whose results are constants of the plan."""
 
     name: str
     device: torch.device
@@ -159,6 +171,8 @@ class Plan:
     conditions: tuple[sympy.Basic, ...] = ()
     reason: Reason | None = None
     held: tuple[str, ...] = ()
+    counts: tuple[Count, ...] = ()
+    hoisted: int = 0
 
     @property
     def segments(self) -> tuple[CapturedSegment, ...]:
@@ -191,6 +205,10 @@ class Plan:
     def captured_ops(self) -> Counter[str]:
         """Captured operations, views included, by op name."""
         return Counter(op.op for s in self.segments for op in s.ops)
+
+    def repairs(self) -> Counter[str]:
+        """Captured operations that were rewritten, by how."""
+        return Counter(op.repaired for s in self.segments for op in s.ops if op.repaired)
 
     def reasons(self) -> Counter[str]:
         """Eager operations by reason code."""

@@ -30,6 +30,7 @@ from torch_graph_backend.passes.torch_api import OpOverload
 from torch_graph_backend.plan import (
     Bridge,
     CapturedSegment,
+    Count,
     Cut,
     EagerRegion,
     OpLine,
@@ -101,6 +102,7 @@ class _Builder:
         self.step_of = {n: i for i, p in enumerate(classified.phases) for n in p.nodes}
         self.captured = {n for p in classified.phases if p.captured for n in p.nodes}
         self.slots: dict[Node, Slot] = {}
+        self.counts: dict[Node, Count] = {}
         self.bridges: dict[tuple[Node, int], Bridge] = {}
         self.cuts: dict[tuple[Node, int], Cut] = {}
         self.pinned: dict[int, None] = {}
@@ -131,6 +133,8 @@ class _Builder:
             self.c.conditions,
             None if captured else Reason("nothing-to-capture"),
             self.held() if self.view_outputs else (),
+            tuple(self.counts.values()),
+            self.normal.hoisted,
         )
 
     # -- steps ---------------------------------------------------------------------------------------------------
@@ -173,7 +177,8 @@ class _Builder:
         return max([self.step_of[value], *read, *taken])
 
     def op_line(self, node: Node) -> OpLine:
-        return OpLine(node.name, name_of(node), where(node), not is_view(node), self.c.verdicts[node].reason)
+        verdict = self.c.verdicts[node]
+        return OpLine(node.name, name_of(node), where(node), not is_view(node), verdict.reason, verdict.repaired)
 
     def is_host(self, node: Node) -> bool:
         if node.op == "placeholder":
@@ -195,6 +200,9 @@ class _Builder:
     def read(self, value: Node, reader: Node, captured: bool) -> Ref:
         if value.op == "get_attr":
             return Ref("const", value.name)
+        if "real_size" in value.meta:
+            self.counts.setdefault(value, Count(value.name, value.meta["real_size"]))
+            return Ref("count", list(self.counts).index(value))
         version = self.version(value, reader)
         if not captured:
             return self.read_eagerly(value, version)

@@ -31,6 +31,11 @@ def plan_text(plan: Plan, reasons: bool = True) -> str:
         f"pinned arguments: {len(plan.pinned)}"
         + (f", changed by segments: {len(plan.mutated)}" if plan.mutated else "")
     )
+    if plan.hoisted:
+        lines.append(f"  hoisted: {plan.hoisted} operations on Python values alone are constants of the plan")
+    if plan.counts:
+        found = ", ".join(f"{n} x {how}" for how, n in plan.repairs().most_common())
+        lines.append(f"  repaired: {found}; real sizes on the device: {', '.join(c.name for c in plan.counts)}")
     lines += _steps(plan)
     if reasons:
         lines += _reasons(plan)

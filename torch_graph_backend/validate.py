@@ -82,6 +82,8 @@ def _input(entry: Entry, ref: Ref, values: dict[str, Metadata]) -> Metadata:
         return values[str(ref.key)]
     if ref.kind == "const":
         return _metadata(entry.normal.constants[str(ref.key)])
+    if ref.kind == "count":
+        return _metadata(entry.counts[int(ref.key)])
     if ref.kind in ("slot", "bridge"):
         return _metadata(entry.slots[int(ref.key)] if ref.kind == "slot" else entry.bridges[int(ref.key)])
     spec = spec_of(entry.normal.placeholders[int(ref.key)].meta["val"])

@@ -48,7 +48,7 @@ class CheckedFrame(Frame):
         """What this call still needs when ``step`` begins: earlier results with a reader to come, filled buffers, and
         the arguments that the segment changes."""
         entry = self.entry
-        live = list(entry.slots)
+        live = [*entry.slots, *entry.counts]
         live += [b for b, planned in zip(entry.bridges, entry.plan.bridges, strict=True) if planned.after < step.index]
         for earlier in entry.plan.segments:
             if earlier.index < step.index:

@@ -1,0 +1,260 @@
+"""What is not repaired, because it would be wrong or would not pay; and what the proof of a repair rests on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from equality import check_calls
+from test_repair import COUNTED, LADDER, LAST, MASKED, SIZES, Between, H, cached, calls, index_copy, one_segment, run
+from torch import Tensor
+
+import torch_graph_backend as tgb
+from torch_graph_backend.passes.classify import classify
+from torch_graph_backend.passes.normalize import normalise
+from torch_graph_backend.passes.repair import repair
+
+
+def index_add(m: Between, h: Tensor, cache: Tensor, at: Tensor) -> Tensor:
+    cache.index_add_(0, at, m.proj(h))
+    return h + cache.sum(0)
+
+
+def accumulate(m: Between, h: Tensor, cache: Tensor, at: Tensor) -> Tensor:
+    cache.index_put_((at,), m.proj(h), accumulate=True)
+    return h + cache.sum(0)
+
+
+def scatter_reduce(m: Between, h: Tensor, cache: Tensor, at: Tensor) -> Tensor:
+    cache.scatter_(0, at[:, None].expand(-1, H), m.proj(h), reduce="multiply")
+    return h + cache.sum(0)
+
+
+@pytest.mark.parametrize("op", [index_add, accumulate, scatter_reduce], ids=lambda f: f.__name__)
+def test_accumulating_writes_stay_eager(op: Callable[..., Tensor]) -> None:
+    """A padded row that repeats a real one would be counted twice."""
+    (plan,) = run(op, cached(), tolerance=1e-4).plans
+    assert not plan.repairs(), plan
+    assert any("index" in name or "scatter" in name for name in plan.eager_ops()), plan
+
+
+REFUSED: dict[str, Callable[..., Tensor]] = {
+    "sort": lambda m, h: m.proj(h.sort(0).values),
+    "variance": lambda m, h: m.proj(h) / h.var(0),
+    "flat argmax": lambda m, h: m.proj(h) * h.argmax(),
+    "last of a view that is written": lambda m, h: m.proj(h + h[-1].add_(1)),
+    "a power of the size": lambda m, h: m.proj(h * h.shape[0] ** 0.5),
+    "norm": lambda m, h: m.proj(h) / h.norm(dim=0),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_not_repaired_and_still_equal(name: str) -> None:
+    (plan,) = run(REFUSED[name], calls()).plans
+    assert not plan.repairs(), plan
+    assert plan.regions, plan
+
+
+def test_nan_in_real_rows_is_kept() -> None:
+    """Would catch a masked reduction that hides a NaN, or a filler that wins over real values."""
+    args = calls()
+    for (x,) in args[::2]:
+        x[1, 2] = float("nan")
+        x[2] = -float("inf")
+    for name in ("amax", "sum", "softmax", "mean"):
+        one_segment(run(MASKED[name], args))
+
+
+class Bare(Between):
+    """The operation alone."""
+
+    def forward(self, x: Tensor, *rest: Any) -> Any:
+        return self.op(self, x, *rest)
+
+
+EMPTY_ISLANDS: dict[str, Callable[..., Any]] = {
+    "at the end": lambda m, x: m.second(m.first(x).relu()).mean(0),
+    "at the beginning": lambda m, x: m.first(x.amax(0) * x).relu(),
+}
+
+
+@pytest.mark.parametrize("name", EMPTY_ISLANDS)
+def test_a_mask_that_joins_nothing_is_not_worth_it(name: str) -> None:
+    """An eager operation before the first segment, or behind the last one, costs less than a masked copy."""
+    torch._dynamo.reset()
+    tgb.reset()
+    report = check_calls(Bare(EMPTY_ISLANDS[name]).eval(), calls(), compiled_kwargs=LADDER)
+    (plan,) = report.plans
+    assert not plan.repairs(), plan
+    assert not plan.counts, plan
+    assert len(plan.regions) == 1, plan
+
+
+def test_half_precision_mean_is_summed_in_single() -> None:
+    """Would catch a sum that overflows, or is rounded, where ``mean`` is not."""
+    torch._dynamo.reset()
+    tgb.reset()
+    model = Between(lambda m, h: h + m.proj((h * 3000).mean(0)), torch.float16).eval()
+    sizes = (30, 29, 30, 27)
+    options = {"options": {"buckets": [32]}, "dynamic": True}
+    fills = (float("nan"), 6e4, None)  # 1e30 is no half
+    report = check_calls(model, calls(sizes, torch.float16), compiled_kwargs=options, tolerance=2e-2, poison=fills)
+    one_segment(report)
+
+
+def both(m: Between, h: Tensor) -> Tensor:
+    """Every kind of repair, over two padded sizes."""
+    scores = torch.softmax(h @ h.transpose(-1, -2), -1) @ h
+    return scores * h.shape[0] + m.proj(h.mean((0, 1))) + h.amax(1, keepdim=True) - h[:, -1:] / h.shape[1]
+
+
+def test_two_padded_sizes() -> None:
+    """Would catch counts that are mixed up, and a mask along the wrong dimension."""
+    torch._dynamo.reset()
+    tgb.reset()
+    torch.manual_seed(0)
+    g = torch.Generator().manual_seed(1)
+    shapes = ((3, 5), (2, 7), (3, 6), (5, 3), (3, 5), (5, 3), (2, 7))
+    args = [(torch.randn(b, t, H, generator=g),) for b, t in shapes]
+    report = check_calls(Between(both).eval(), args, compiled_kwargs={"options": {"buckets": [4, 8]}, "dynamic": True})
+    plan = one_segment(report)
+    assert len(plan.counts) == 2, plan
+
+
+def test_a_number_that_is_no_size_is_read_on_the_device() -> None:
+    """A position that counts up from call to call neither is in the key nor makes an eager island."""
+    torch._dynamo.reset()
+    tgb.reset()
+
+    def step(m: Bare, x: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        places = torch.arange(start, start + x.shape[0])
+        return m.second(m.first(x) * places[:, None] + start), places
+
+    args = [(x, 10 + 3 * i) for i, (x,) in enumerate(calls())]
+    report = check_calls(Bare(step).eval(), args, compiled_kwargs=LADDER, tolerance=1e-4)
+    plan = next(p for p in report.plans if p.bucketed)
+    assert len(plan.steps) == 1, plan
+    assert plan.repairs(), plan
+
+
+@pytest.mark.parametrize("options", [{"verify_memory": True}, {"outputs": "view"}], ids=str)
+def test_with_other_options(options: dict[str, Any]) -> None:
+    """Would catch counts that the memory check, or views as outputs, do not know."""
+    torch._dynamo.reset()
+    tgb.reset()
+    torch.manual_seed(0)
+    model = Between(lambda m, h: h + m.proj(h[-1]) + h.mean(0)).eval()
+    kwargs = {"options": {"buckets": [8], **options}, "dynamic": True}
+    compiled = torch.compile(model, backend="bcg", **kwargs)
+    with torch.no_grad():
+        for (x,) in calls():
+            torch.testing.assert_close(compiled(x).clone(), model(x), rtol=1e-5, atol=1e-5)
+    assert tgb.stats(model).replays == len(SIZES) - 1
+
+
+def test_recorded_ahead() -> None:
+    """Would catch a warm-up on counts of zero, whose last row would be row -1."""
+    torch._dynamo.reset()
+    tgb.reset()
+    torch.manual_seed(0)
+    model = Between(LAST["last three"]).eval()
+    compiled = torch.compile(model, backend="bcg", options={"buckets": [4, 8]})
+    (x,) = calls((7,))[0]
+    torch._dynamo.mark_dynamic(x, 0)
+    with torch.no_grad():
+        tgb.capture(compiled, x, sizes=[4, 8])
+        for (x,) in calls():
+            torch.testing.assert_close(compiled(x), model(x), rtol=1e-5, atol=1e-5)
+    assert tgb.stats(model).replays == len(SIZES), tgb.stats(model)
+
+
+# -- the graph ---------------------------------------------------------------------------------------------------------
+
+
+def repaired(op: Callable[..., Any], *args: Tensor) -> tuple[Any, Any, Any]:
+    """The normalised graph, the repaired one, and its classification."""
+    found: list[Any] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        found.append(gm)
+        return gm.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(Between(op).eval(), backend=backend, dynamic=True)(*args)
+    normal = normalise(found[0])
+    return normal, *repair(normal, lambda g: classify(g, torch.device("cpu"), lambda n: None))
+
+
+@pytest.mark.parametrize("name", [*MASKED, *COUNTED, *LAST])
+def test_the_rewritten_graph_is_the_same_function_at_its_own_size(name: str) -> None:
+    """The proof of a repair is about padding; this is the other half: at the real size nothing changes."""
+    torch.manual_seed(0)
+    x = torch.randn(5, H)
+    normal, graph, _ = repaired((MASKED | COUNTED | LAST)[name], x)
+    want, got = (evaluate(g, x) for g in (normal, graph))
+    assert any("real_size" in n.meta for n in graph.graph.nodes)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def evaluate(normal: Any, x: Tensor) -> list[Tensor]:
+    """Outputs of a graph, and what it changed, run on real tensors."""
+    g = torch.Generator().manual_seed(0)
+    values: dict[Any, Any] = {}
+    made: list[Tensor] = []
+    (h,) = (p.meta["val"] for p in normal.placeholders if p.meta["source"] == "L['x']")
+    sizes = {s.node.expr: n for s, n in zip(h.shape, x.shape, strict=True) if isinstance(s, torch.SymInt)}
+    for node in normal.graph.nodes:
+        val = node.meta.get("val")
+        if "real_size" in node.meta:
+            values[node] = torch.tensor(sizes[node.meta["real_size"]])
+        elif node.op == "placeholder" and isinstance(val, torch.Tensor):
+            shape = [sizes[n.node.expr] if isinstance(n, torch.SymInt) else n for n in val.shape]
+            whole = not val.dtype.is_floating_point
+            values[node] = torch.zeros(shape, dtype=val.dtype) if whole else torch.randn(shape, generator=g)
+            made.append(values[node])
+        elif node.op == "placeholder":
+            values[node] = sizes[val.node.expr]
+        elif node.op == "output":
+            return [*(values[a] for a in node.all_input_nodes), *made]
+        else:
+            args, kwargs = torch.fx.node.map_aggregate(
+                (node.args, node.kwargs), lambda a: values[a] if isinstance(a, torch.fx.Node) else a
+            )
+            values[node] = node.target(*args, **kwargs)
+    raise AssertionError("no output")
+
+
+def test_the_original_graph_is_not_changed() -> None:
+    normal, graph, classified = repaired(MASKED["mean"], torch.randn(5, H))
+    assert graph.graph is not normal.graph
+    assert "real_size" not in {k for n in normal.graph.nodes for k in n.meta}
+    names = {n.name for n in normal.graph.nodes if n.op != "output"}
+    assert names <= {n.name for n in graph.graph.nodes}
+    assert all(v.kind != "eager" for v in classified.verdicts.values())
+
+
+def test_without_the_mask_the_proof_refuses() -> None:
+    """The proof does not trust the repair: take away what makes it safe, and the node is refused again."""
+    for op, position, args in (
+        (MASKED["sum"], 0, (torch.randn(5, H),)),
+        (MASKED["gram"], 1, (torch.randn(5, H),)),
+        (index_copy, 2, (torch.randn(5, H), torch.randn(24, H), torch.arange(5))),
+        (index_copy, 3, (torch.randn(5, H), torch.randn(24, H), torch.arange(5))),
+        (LAST["last"], 0, (torch.randn(5, H),)),
+    ):
+        _, graph, seen = repaired(op, *args)
+        node = next(n for n in graph.graph.nodes if n.meta.get("repaired"))
+        helper = node.args[position]
+        if op is LAST["last"]:  # row n - 1 becomes row n
+            helper = next(n for n in graph.graph.nodes if n.target is torch.ops.aten.sub.Tensor)
+            helper.replace_all_uses_with(helper.args[0])
+        else:
+            node.replace_input_with(helper, helper.args[0])
+        again = classify(graph, torch.device("cpu"), lambda n: None)
+        assert seen.verdicts[node].kind == "capture"
+        broken = [n for n, v in again.verdicts.items() if v.reason is not None and v.reason.code == "padding"]
+        assert broken, f"{node.target} is called safe without {helper}"
