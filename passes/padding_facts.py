@@ -60,7 +60,7 @@ def _unsqueeze(call: Call, layout: Layout) -> Fact | None:
 
 def _view(call: Call, layout: Layout) -> Fact | None:
     fact = call.tensor("self").layout.fact
-    return fact if fact is not None and fact.kind == "count" else None
+    return fact if fact is not None and fact.kind == "count" and call.dtypes[0] is torch.int64 else None
 
 
 def _moved(fact: Fact, by: int) -> Fact | None:

@@ -22,12 +22,10 @@ from .normalize import NormalGraph
 from .repair_edit import Editor, UnrepairableError, copied
 from .repair_rules import MASKED
 from .repair_table import find_rule
-from .symbols import is_dense
+from .symbols import is_dense, shape_symbols
 
 Classify = Callable[[NormalGraph], Classified]
 
-#: Reasons that a repair may lift.
-CODES = frozenset({"padding", "exact-symbol"})
 #: More rounds than this mean that repairs and refusals chase each other: then nothing is repaired.
 MAX_ROUNDS = 8
 
@@ -41,8 +39,7 @@ def repair(normal: NormalGraph, classify: Classify, min_kernels: int = 2) -> tup
     refused: set[str] = set()
     graph, current = normal, first
     for _ in range(MAX_ROUNDS):
-        padded = {n.name for n, v in current.verdicts.items() if v.reason is not None and v.reason.code in CODES}
-        lost, new = _lost(chosen, current), padded - chosen - refused
+        lost, new = _lost(chosen, current), _repairable(current) - chosen - refused
         unpaid = set() if lost or new else _unpaid(current, min_kernels)
         if not (lost or new or unpaid):
             return graph, current
@@ -77,6 +74,18 @@ def rewrite(normal: NormalGraph, names: Collection[str], seen: Classified) -> tu
             failed.add(node.name)
     editor.finish()
     return graph, failed
+
+
+def _repairable(seen: Classified) -> set[str]:
+    """Eager nodes that a repair may help: padding is in their way, or a number (not a shape) that is in no key."""
+    exact = {s.symbol for s in seen.symbols if s.kind == "exact"}
+    found = set()
+    for node, verdict in seen.verdicts.items():
+        code = verdict.reason.code if verdict.reason is not None else ""
+        values = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
+        if code == "padding" or (code == "exact-symbol" and not any(shape_symbols(v) & exact for v in values)):
+            found.add(node.name)
+    return found
 
 
 def _lost(chosen: Collection[str], seen: Classified) -> set[str]:

@@ -121,10 +121,16 @@ class Editor:
             stack.enter_context(self.normal.fake_mode)
             stack.enter_context(enable_python_dispatcher())
             stack.enter_context(torch.no_grad())
+            for device, dtype, enabled, cache in self.autocast():
+                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=cache))
             try:
                 return target(*map_aggregate(args, fake), **map_aggregate(kwargs, fake))
             except Exception as error:
                 raise UnrepairableError(f"{type(error).__name__}: {error}") from error
+
+    def autocast(self) -> list[tuple[Any, ...]]:
+        """The autocast regions that the current node runs under."""
+        return [(*region, None, True, None)[:4] for region in self.node.meta.get("autocast", ())]
 
     # -- what is known -------------------------------------------------------------------------------------------
 

@@ -71,8 +71,6 @@ def size_as_data(e: Editor, node: Node) -> None:
     numbers = [k for k, v in named.items() if not isinstance(v, (list, tuple)) and e.mentions(v)]
     if not numbers or any(schema[k] not in ("number", "Tensor", "Optional[number]") for k in numbers):
         raise UnrepairableError("no size is used as data")
-    if node.meta.get("autocast"):
-        raise UnrepairableError("autocast would see another overload")
     name = node.target.overloadpacket.__name__
     if name in ("full", "new_full", "full_like", "scalar_tensor"):
         return _filled_with_size(e, node, named, numbers)

@@ -104,6 +104,23 @@ def test_half_precision_mean_is_summed_in_single() -> None:
     one_segment(report)
 
 
+def test_under_autocast() -> None:
+    """Would catch a rewrite whose dtype autocast changes: softmax and sums are single precision there, products not."""
+    torch._dynamo.reset()
+    tgb.reset()
+    torch.manual_seed(0)
+
+    def op(m: Between, h: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = torch.softmax(h.t() @ m.proj(h), 0).sum(0) + (m.proj(h) / h.shape[0]).amax(0) + m.proj(h)[-1]
+            return h + m.proj(h).softmax(0) * y
+
+    fills = (float("nan"), 1e30, None)
+    check_calls(Between(op).eval(), calls(), compiled_kwargs=LADDER, tolerance=5e-2, poison=fills)
+    (plan,) = tgb.plans()
+    assert sum(plan.repairs().values()) >= 4, plan
+
+
 def both(m: Between, h: Tensor) -> Tensor:
     """Every kind of repair, over two padded sizes."""
     scores = torch.softmax(h @ h.transpose(-1, -2), -1) @ h
