@@ -26,25 +26,30 @@ def cache_state(cache: Any) -> list[Tensor]:
     return [t for layer in cache.layers for t in (layer.keys, layer.values, layer.cumulative_length)]
 
 
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*past_key_values.*:FutureWarning")
-def test_static_cache_is_one_graph() -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, GPU])])
+def test_static_cache_is_one_graph(device: str) -> None:
     """Logits, the whole cache and its length equal eager's after each of 12 calls of changing size, tokens padded.
 
     Would catch: a padded token that writes to the cache or counts as one, a mask that lets it be seen, a length that is
     frozen, a cut anywhere in the model.
     """
-    model = llama()
+    model = llama().to(device)
+    close = {"rtol": 1e-5, "atol": 1e-5} if device == "cpu" else {"rtol": 1e-4, "atol": 1e-4}
     caches = [transformers.StaticCache(config=model.config, max_cache_len=ROOM) for _ in range(2)]
     g = torch.Generator().manual_seed(3)
     with compiled(model, "bcg") as twin, poisoned() as poison, torch.no_grad():
         for i, n in enumerate(TOKENS):
             poison.value = POISONS[i % len(POISONS)]
-            ids = torch.randint(1, VOCAB, (BATCH, n), generator=g)
+            ids = torch.randint(1, VOCAB, (BATCH, n), generator=g).to(device)
             want, got = (m(ids, past_key_values=c).logits for m, c in zip((model, twin), caches, strict=True))
-            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(got, want, **close)
             for mine, theirs in zip(*map(cache_state, caches), strict=True):
-                torch.testing.assert_close(theirs, mine, rtol=1e-5, atol=1e-5)
+                torch.testing.assert_close(theirs, mine, **close)
         stats, plans = tgb.stats(twin), tgb.plans(twin)
     assert sum(TOKENS) <= ROOM
     assert not stats.eager, stats
