@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from .layout import Axis, Layout
 from .padding_rules_base import Call, Operand, RefusedError, broadcast, content, for_outputs, forbid, rule
 from .padding_rules_shape import windows
@@ -134,7 +136,8 @@ def einsum(call: Call) -> Layout:
 def convolution(call: Call) -> Layout:
     """The batch may carry, channels not (nor the weight, which has the same). In one dimension padding stays behind.
 
-    In two dimensions libraries transform whole tiles (Winograd, FFT), where a padded entry can reach its neighbours.
+    In two dimensions libraries transform whole tiles (Winograd, FFT), where a padded entry can reach its neighbours. In
+    half precision oneDNN multiplies entries behind the last window by zero, which NaN and infinity survive.
     """
     x, weight = call.tensor("input"), call.tensor("weight")
     _plain_filter(call, weight)
@@ -145,6 +148,8 @@ def convolution(call: Call) -> Layout:
         return content(x.layout)
     axes = {d: axis for d, axis in x.layout.axes if d != first}
     if x.axis(first) is not None:
+        if x.dtype not in (torch.float32, torch.float64):
+            raise RefusedError(f"in {str(x.dtype).removeprefix('torch.')} reads past the rows of padded dim {first}")
         axes |= windows(call, x, first, call.out[first], _looking_ahead(call, weight))
     return Layout.of(axes)
 

@@ -52,6 +52,7 @@ __all__ = [
     "enter_autocast",
     "exit_autocast",
     "free_unbacked_symbols",
+    "function_mode_active",
     "is_composite",
     "is_in_graph",
     "log_api_usage",
@@ -62,6 +63,7 @@ __all__ = [
     "reset_with_dynamo",
     "set_grad_enabled",
     "size_hint",
+    "takes_ambient_device",
     "unset_fake_temporarily",
 ]
 
@@ -121,6 +123,21 @@ def cuda_bytes(device: torch.device, address: int, nbytes: int) -> torch.Tensor:
     """Raw memory as a uint8 tensor that does not keep it."""
     memory = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(memory, 0, (nbytes,), (1,))
+
+
+def takes_ambient_device(gm: torch.fx.GraphModule) -> bool:
+    """Whether an operation of a Dynamo graph makes a tensor wherever the default device is when it runs. (torch 2.13
+    writes the device into the graph when it was compiled under a default device, torch 2.11 does not.)"""
+    from torch.utils._device import _device_constructors
+
+    made = _device_constructors()
+    calls = [n for m in gm.modules() if isinstance(m, torch.fx.GraphModule) for n in m.graph.nodes]
+    return any(n.op == "call_function" and n.target in made and n.kwargs.get("device") is None for n in calls)
+
+
+def function_mode_active() -> bool:
+    """Whether the caller is under a ``TorchFunctionMode``, such as a default device."""
+    return torch._C._len_torch_function_stack() > 0
 
 
 def dispatch_mode_active() -> bool:

@@ -70,7 +70,7 @@ def broken(seen: Seen, *extra: Any) -> list[str]:
         (F.softmax, ["aten.softmax.int"]),
         (torch.softmax, ["aten.softmax.int"]),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_forms_of_a_target(seen: Seen, target: Any, names: list[str]) -> None:
     """Registered and as an option of one compile, each form finds exactly its operations."""

@@ -361,3 +361,20 @@ def test_strides_and_offsets_of_inputs_need_not_be_known() -> None:
         torch._dynamo.reset()
         fast = agree(lambda x: torch.relu(x @ W) * 2, (5, 6, 7, 5), make, buckets=[8])
         assert tgb.plans(fast)[-1].captured_ops()["aten.matmul"] == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_infinite_first_rows_of_a_convolution(dtype: torch.dtype) -> None:
+    """Tails are copies of row 0; a kernel may multiply what is behind the last window by zero (oneDNN, bfloat16)."""
+    w = torch.randn(16, 1, 10).to(dtype)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return (F.conv1d(x, w, stride=5) * 2).relu() * 2
+
+    fast = torch.compile(f, backend="bcg", options={"buckets": [64, 128]})
+    with torch.no_grad():
+        for n in (110, 115, 110, 51, 50, 115):
+            x = torch.randn(2, 1, n).to(dtype)
+            x[..., 0] = float("inf")
+            torch._dynamo.mark_dynamic(x, 2)
+            assert torch.equal(fast(x).isfinite(), f(x).isfinite()), f"{n} samples"

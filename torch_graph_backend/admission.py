@@ -19,7 +19,7 @@ from torch_graph_backend.buckets import Ladder
 from torch_graph_backend.errors import BadOption
 from torch_graph_backend.passes.normalize import NormalGraph
 from torch_graph_backend.passes.reasons import Reason
-from torch_graph_backend.passes.torch_api import FakeTensorMode, dispatch_mode_active
+from torch_graph_backend.passes.torch_api import FakeTensorMode, dispatch_mode_active, function_mode_active
 from torch_graph_backend.plan import Plan, TensorSpec
 from torch_graph_backend.plan_build import spec_of
 from torch_graph_backend.shape_key import ShapeKey
@@ -236,8 +236,11 @@ def grad_reason(args: Sequence[Any], turns_grad_on: bool) -> Reason | None:
     return None
 
 
-def mode_reason() -> Reason | None:
-    """A dispatch mode (a FLOP counter, a profiler of ops) must see every operation."""
+def mode_reason(takes_ambient_device: bool = False) -> Reason | None:
+    """A dispatch mode (a FLOP counter, a profiler of ops) must see every operation, and a default device those that
+    make tensors wherever it is."""
     if dispatch_mode_active():
         return Reason("dispatch-mode", "a TorchDispatchMode is active and must see every operation")
+    if takes_ambient_device and function_mode_active():
+        return Reason("dispatch-mode", "a default device or another TorchFunctionMode decides where tensors are made")
     return None

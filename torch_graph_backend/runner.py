@@ -28,6 +28,7 @@ from torch_graph_backend.ledger import Ledger, log
 from torch_graph_backend.passes.normalize import NormalGraph
 from torch_graph_backend.passes.reasons import Reason
 from torch_graph_backend.passes.source_lines import caller_line
+from torch_graph_backend.passes.torch_api import takes_ambient_device
 from torch_graph_backend.plan import Plan
 from torch_graph_backend.shape_key import ShapeKey, recording_order
 from torch_graph_backend.validate import bucket_reason
@@ -54,6 +55,7 @@ class CompiledGraph:
         self.entries: dict[tuple[ShapeKey, int, int], Entry] = {}
         self.lock: Any = threading.RLock()
         self.turns_grad_on = False
+        self.ambient = takes_ambient_device(gm)
         #: Weights of other modules that share the graph, as they are met.
         self.given: list[weakref.ref[torch.Tensor]] = []
         self.closed = False
@@ -81,7 +83,7 @@ class CompiledGraph:
     # -- calls ---------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any) -> Any:
-        reason = self.reason or grad_reason(args, self.turns_grad_on) or mode_reason()
+        reason = self.reason or grad_reason(args, self.turns_grad_on) or mode_reason(self.ambient)
         if reason is not None:
             return self.eagerly(reason, args)
         with self.lock:
@@ -121,7 +123,7 @@ class CompiledGraph:
 
     def replay_reason(self, args: Sequence[Any]) -> Reason | None:
         """Why this call would not replay a recording; ``None`` if it would. Runs, counts and changes nothing."""
-        reason = self.reason or grad_reason(args, self.turns_grad_on) or mode_reason()
+        reason = self.reason or grad_reason(args, self.turns_grad_on) or mode_reason(self.ambient)
         if reason is not None:
             return reason
         state = self.level()
