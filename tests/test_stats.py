@@ -28,7 +28,7 @@ def rows(n: int) -> torch.Tensor:
 
 
 def function(x: torch.Tensor) -> torch.Tensor:
-    return F.softmax(F.linear(x, W), 0) @ W
+    return F.linear(x, W).sort(0).values @ W
 
 
 def broken(x: torch.Tensor) -> torch.Tensor:
