@@ -26,6 +26,14 @@ _BOOL_INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.defa
 #: Ops that ask for a host value or a device synchronisation without saying so by a tag.
 _SYNCS = {aten.masked_select.default, aten.nonzero.default, aten.equal.default, aten.is_nonzero.default}
 
+#: Their CUDA kernels take the value from the device to the host (``value.item()``): no recording survives that.
+_VALUE_ON_HOST = {
+    aten.masked_fill.Tensor,
+    aten.masked_fill_.Tensor,
+    aten.index_fill.int_Tensor,
+    aten.index_fill_.int_Tensor,
+}
+
 BreakPredicate = Callable[[Node], "Reason | None"]
 
 
@@ -102,6 +110,8 @@ def _data_reason(node: Node) -> Reason | None:
 
 def _tensor_reason(node: Node, device: torch.device) -> Reason | None:
     name = name_of(node)
+    if device.type != "cpu" and node.target in _VALUE_ON_HOST:
+        return Reason("data-dependent", f"{name} reads its value on the host", fix="pass a number, or use torch.where")
     mine, theirs = (
         tensors_of(node.meta.get("val")),
         [t for a in node.all_input_nodes for t in tensors_of(a.meta.get("val"))],

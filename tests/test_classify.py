@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from graph_harness import CPU, Seen, reason_of, take_one
 
-from torch_graph_backend.passes.capturable import capture_reason
+from torch_graph_backend.passes.capturable import capture_reason, name_of
 from torch_graph_backend.passes.classify import Classified
 from torch_graph_backend.passes.reasons import CODES, Reason
 from torch_graph_backend.passes.symbols import MAX_BUCKETED, SymbolInfo, unreadable
@@ -251,6 +251,23 @@ def test_devices() -> None:
     moved = capture_reason(cos, CPU, lambda n: None)
     assert moved is not None
     assert moved.code == "device-copy"
+
+
+@pytest.mark.parametrize("name", ["masked_fill", "masked_fill_", "index_fill", "index_fill_"])
+def test_values_that_cuda_kernels_read_on_the_host(name: str) -> None:
+    """With the value in a tensor; a number is part of the launch."""
+
+    def f(x: torch.Tensor, mask: torch.Tensor, index: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        where = (mask,) if "masked" in name else (0, index)
+        return getattr(y, name)(*where, value) + getattr(x * 3, name)(*where, 1.0)
+
+    args = (torch.randn(4), torch.rand(4) > 0.5, torch.tensor([1, 2]), torch.tensor(7.0))
+    seen = take_one(f, *args)
+    found = [n for n in seen.calls() if name_of(n).split(".")[1] == name]
+    reasons = [capture_reason(n, torch.device("cuda"), lambda n: None) for n in found]
+    assert [r.code if r else None for r in reasons] == ["data-dependent", "other-device"]
+    assert [capture_reason(n, CPU, lambda n: None) for n in found] == [None, None]
 
 
 def test_derived_size() -> None:

@@ -171,6 +171,46 @@ def test_gpu_numbers_in_the_readme_are_those_of_the_benchmark() -> None:
         assert fact in text.replace("\n  ", " ").replace("\n", " "), fact
 
 
+def test_decoder_numbers_in_the_readme_are_those_of_the_benchmark() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    measured = json.loads((ROOT / "docs" / "bench" / "cuda_decoder.json").read_text(encoding="utf-8"))
+    named = {"eager": "eager", "bcg": "bcg", "reduce-overhead": "reduce-overhead, dynamic"}
+    wanted = [
+        [
+            name,
+            f"{r['ms']:.2f}",
+            f"{r['host_ms']:.2f}",
+            f"{r['fresh_again_host_ms']:.2f}",
+            f"{r['reserved_bytes'] / 2**20:.0f}",
+        ]
+        for name, r in ((named[k], r) for k, r in measured["decoder"]["rows"].items())
+    ]
+    tokens = [
+        [f"{p['ms_per_token']:.2f}" for p in row["prompts"]]
+        for row in measured["generate"].values()
+        if isinstance(row, dict)
+    ]
+    assert list(rows(text, "### Beside other modes on a GPU")) == wanted
+    assert [cells[2:4] for cells in rows(text, "### Generation beside other modes on a GPU")] == tokens
+    recording, same = measured["recording"], measured["decoder"]["rows"]["bcg"]["differences"]
+    worst = max(measured["parity"][kind]["worst"] for kind in ("dynamic", "static"))
+    for fact in (
+        f"took {recording['total_seconds']:.1f} s beside {recording['compile_seconds']:.1f} s of compiling",
+        f"and {recording['reserved_bytes'] / 2**20:.0f} MiB",
+        f"At all {same['bitwise_equal_buckets']} buckets",
+        f"within {worst:.1e} of eager",
+    ):
+        assert fact in text.replace("\n", " "), fact
+
+
+def test_break_numbers_in_the_readme_are_those_of_the_benchmark() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    measured = json.loads((ROOT / "docs" / "bench" / "break_cost.json").read_text(encoding="utf-8"))["breaks"]
+    found = list(rows(text, "### What a break costs"))
+    assert [cells[1:3] for cells in found] == [[f"{b['host']:.1f}", f"{b['cut']:.1f}"] for b in measured]
+    assert [cells[4] for cells in found] == [f"{b['bridge']:.1f}" for b in measured]
+
+
 def test_reasons_lists_every_code_with_its_meaning() -> None:
     text = (ROOT / "docs" / "reasons.md").read_text(encoding="utf-8")
     listed: dict[str, list[str]] = {}
