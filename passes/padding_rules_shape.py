@@ -369,7 +369,7 @@ def triangle(call: Call) -> Layout:
 def of_dims(call: Call) -> Layout:
     """Only forms whose dimensions do not carry; the ones before them stay in place."""
     x = call.tensor("self")
-    name = call.op.overloadpacket.__name__
+    name = call.op.overloadpacket.__name__.removesuffix("_copy")
     if name == "view_as_complex":
         return content(x.layout)
     names = ("dimension",) if name == "unfold" else ("dim1", "dim2")

@@ -365,6 +365,7 @@ CASES = {
     "look up from the end": (lambda a: a[torch.arange(-2, 0)], ["T,8"], {"index": P}),
     "diagonal across padding": (lambda a: a.repeat(2, 1).diagonal(), ["T,8"], {"diagonal": P}),
     "windows": (lambda a: a.unfold(0, 3, 1).sum(-1), ["T,8"], {}),
+    "copied windows": (lambda a: torch.ops.aten.unfold_copy(a, 0, 3, 1) * 2, ["T,8"], {}),
     "windows across the padding": (lambda a: a.repeat(2, 1).unfold(0, 3, 1), ["T,8"], {"unfold": P}),
     "fill with a padded value": (lambda a: torch.zeros(8).fill_(a.sum()), ["T,8"], {"sum": P}),
     "token shift": (lambda a, p: a - torch.cat([p, a[:-1]]), ["T,8", "1,8"], {}),
