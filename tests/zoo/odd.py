@@ -165,7 +165,7 @@ CASES = (
         lambda: _eval(FlexAttention()),
         with_lengths,
         {0: (0, 1), 1: (0,)},
-        kernels=24,
+        kernels=22,
     ),
     Case(
         "triton", "a Triton kernel of the user's", lambda: _eval(OwnKernel()), rows, {0: (0,)}, needs="cuda", kernels=4
