@@ -225,6 +225,7 @@ CASES = {
     "flat write in other order": (lambda a: torch.zeros(a.shape[0] * a.shape[1]).copy_(a.reshape(-1)), ["B,T"],
                                   {"zeros": D, "copy_": D}),
     # one case for each refusal that the ones above do not reach
+    "conv half": (lambda a, w: F.conv1d(a.bfloat16(), w.bfloat16()), ["2,1,T", "16,1,3"], {"conv1d": P}),
     "ragged, cut too little": (lambda a, w: F.pad(F.conv1d(a, w, padding=2), (0, -1)), ["1,4,T", "4,4,3"],
                               {"conv1d": P, "pad": D}),
     "ragged, returned": (lambda a, w: F.conv1d(a, w, padding=2), ["1,4,T", "4,4,3"], {"conv1d": P}),
