@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -15,7 +16,9 @@ torch.set_num_threads(1)  # the models are tiny; more threads only compete with 
 
 @pytest.fixture(autouse=True)
 def clean_slate() -> Iterator[None]:
-    """Without it a test would see the graphs, counts and specialisations that an earlier one left behind."""
+    """Without it a test would see the graphs, counts, break ops and specialisations that an earlier one left behind."""
+    registered = sys.modules["torch_graph_backend.break_ops"]._registered  # the package has a function of this name
+    before = dict(registered)
     torch.manual_seed(0)
     torch._dynamo.reset()
     tgb.reset()
@@ -23,3 +26,5 @@ def clean_slate() -> Iterator[None]:
         yield
     torch._dynamo.reset()
     tgb.reset()
+    registered.clear()
+    registered.update(before)
