@@ -28,3 +28,18 @@ def clean_slate() -> Iterator[None]:
     tgb.reset()
     registered.clear()
     registered.update(before)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Each kind of device; a CUDA test is skipped on a machine without one."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    return str(request.param)
+
+
+@pytest.fixture
+def no_grad() -> Iterator[None]:
+    """Without gradients, as calls are captured."""
+    with torch.no_grad():
+        yield

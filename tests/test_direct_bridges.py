@@ -17,13 +17,6 @@ from torch_graph_backend.frames import Frame
 W = 8
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
-    if request.param == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    return str(request.param)
-
-
 WRITTEN: list[int] = []
 
 

@@ -151,7 +151,7 @@ def test_a_break_on_constants_runs_at_every_call() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("form", [staged, on_device])
 def test_both_forms_on_cuda(form: Callable[..., Any]) -> None:
     """The staged form copies from pageable memory: as an operation it could not be recorded at all."""

@@ -221,7 +221,7 @@ def test_stances(device: str) -> None:
 @pytest.fixture
 def process_group(device: str, tmp_path: Any) -> Iterator[None]:
     if not dist.is_available():
-        pytest.skip("no torch.distributed")
+        pytest.skip("needs a torch build with torch.distributed")
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     yield

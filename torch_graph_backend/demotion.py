@@ -53,8 +53,8 @@ def demote(
         with torch.no_grad(), FakeTensorMode() as mode:
             fakes = [mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for t in inputs]
             results = fn(*entry.size_args, *fakes)
-    except Exception:
-        raise error from None
+    except Exception as unknown:  # the recording's error came first, and is the one that is reported
+        raise error from unknown
     known = {_storage_id(f): (f, t) for f, t in zip(fakes, inputs, strict=True) if isinstance(f, torch.Tensor)}
     memory: dict[int, torch.Tensor] = {}
     outputs, owned = [], []
