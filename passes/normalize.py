@@ -30,6 +30,7 @@ from .templates import (
     Method,
     NormaliseError,
     Template,
+    allow_real_constants,
     callable_of,
     is_fixed,
     is_identity,
@@ -95,7 +96,7 @@ def normalise(gm: GraphModule) -> NormalGraph:
     worker = _Normaliser(fake_mode)
     with ExitStack() as stack:
         if fake_mode is not None:
-            stack.enter_context(_allow_real_constants(fake_mode))
+            stack.enter_context(allow_real_constants(fake_mode))
             stack.enter_context(fake_mode)
         stack.enter_context(enable_python_dispatcher())
         stack.enter_context(torch.no_grad())
@@ -111,17 +112,6 @@ def _fake_mode_of(gm: GraphModule) -> FakeTensorMode | None:
         if isinstance(value, FakeTensor):
             return value.fake_mode
     return None
-
-
-@contextmanager
-def _allow_real_constants(mode: FakeTensorMode) -> Iterator[None]:
-    """Real constants occur inside fake graphs (``torch.tensor([])`` in a fresh Hugging Face ``DynamicCache``)."""
-    before = mode.allow_non_fake_inputs
-    mode.allow_non_fake_inputs = True
-    try:
-        yield
-    finally:
-        mode.allow_non_fake_inputs = before
 
 
 class _Normaliser:

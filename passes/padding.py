@@ -22,16 +22,24 @@ from .layout import INDEPENDENT, Fact, Layout, expr_of, mentions, natural, natur
 from .padding_facts import IN_RANGE, derive
 from .padding_rules_base import UNBOUNDED, Call, Operand, RefusedError, check_exact
 from .padding_rules_declared import is_promised
-from .padding_rules_table import KNOWN, MAY_ALIAS, SIZE_READS, base_name, find_entry, is_known, refusal
+from .padding_rules_table import KNOWN, MAY_ALIAS, SIZE_READS, base_name, find_entry, is_known, unknown
+from .padding_state import (
+    Outputs,
+    PerSymbol,
+    TensorState,
+    Verdict,
+    has_tensor,
+    involves,
+    knows,
+    named,
+    size_mentions,
+)
 from .padding_values import Span, spans
 from .reasons import Reason
 
 __all__ = ["KNOWN", "Layout", "PaddingResult", "analyse", "is_known", "natural"]
 
 LAID_OUT = "cannot be laid out"
-
-#: The layouts of one tensor: one per symbol; ``None`` where the tensor cannot be padded for that symbol.
-PerSymbol = tuple["Layout | None", ...]
 
 
 @dataclass(frozen=True)
@@ -47,40 +55,6 @@ class PaddingResult:
     reasons: dict[Node, Reason]
     layouts: dict[Node, tuple[dict[sympy.Symbol, Layout], ...]]
     obligations: dict[Node, tuple[sympy.Basic, ...]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, eq=False)
-class _Tensor:
-    """One tensor value during the analysis. ``token`` is what a rule's verdict can depend on."""
-
-    shape: tuple[sympy.Expr, ...]
-    dtype: torch.dtype
-    layouts: PerSymbol
-    span: Span | None = None
-    token: tuple[object, ...] = ()
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "token", (self.shape, self.dtype, self.layouts, self.span))
-
-    def __hash__(self) -> int:
-        return hash(self.token)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Tensor) and self.token == other.token
-
-
-_Outputs = tuple["_Tensor | None", ...]
-
-
-@dataclass(frozen=True)
-class _Verdict:
-    """The memoised outcome of one operation for all symbols."""
-
-    reason: Reason | None
-    layouts: tuple[PerSymbol, ...]
-    spans: tuple[Span | None, ...]
-    obligations: tuple[sympy.Basic, ...] = ()
-    float_bound: bool = False
 
 
 def analyse(
@@ -115,10 +89,10 @@ class _Interpreter:
         self.eager = eager
         self.mutated = mutated
         self.escaped = escaped
-        self.values: dict[Node, _Outputs] = {}
+        self.values: dict[Node, Outputs] = {}
         self.sizes: dict[Node, sympy.Expr] = {}
         self.windows: set[Node] = set()
-        self.memo: dict[object, _Verdict] = {}
+        self.memo: dict[object, Verdict] = {}
         self.result = PaddingResult({}, {}, {})
         self.first: dict[Node, Node] = {}
         self.float_bound = False
@@ -133,12 +107,12 @@ class _Interpreter:
             self.result.layouts[node] = tuple(self.by_symbol(out) for out in outputs)
         return self.result
 
-    def by_symbol(self, tensor: _Tensor | None) -> dict[sympy.Symbol, Layout]:
+    def by_symbol(self, tensor: TensorState | None) -> dict[sympy.Symbol, Layout]:
         if tensor is None:
             return {}
         return {s: layout for s, layout in zip(self.symbols, tensor.layouts, strict=True) if layout is not None}
 
-    def visit(self, node: Node) -> _Outputs:
+    def visit(self, node: Node) -> Outputs:
         """The values of a node, with its reason recorded if it is refused."""
         val = node.meta.get("val")
         if node.op == "get_attr" and val is None:
@@ -165,22 +139,24 @@ class _Interpreter:
             return self.with_spans(node, self.natural(val))
         return self.judge(node, val)
 
-    def natural(self, val: object, span: Span | None = None) -> _Outputs:
+    def natural(self, val: object, span: Span | None = None) -> Outputs:
         """Values that are padded from outside."""
         parts = val if isinstance(val, (tuple, list)) else (val,)
-        outputs: list[_Tensor | None] = []
+        outputs: list[TensorState | None] = []
         for part in parts:
             if isinstance(part, torch.Tensor):
                 shape = shape_of(part)
-                outputs.append(_Tensor(shape, part.dtype, tuple(natural_of(shape, s) for s in self.symbols), span))
+                outputs.append(TensorState(shape, part.dtype, tuple(natural_of(shape, s) for s in self.symbols), span))
             else:
                 outputs.append(None)
         return tuple(outputs) if any(outputs) or isinstance(val, (tuple, list)) else ()
 
-    def count(self, val: Any, symbol: sympy.Symbol) -> _Outputs:
+    def count(self, val: Any, symbol: sympy.Symbol) -> Outputs:
         """A tensor that holds the real size of a symbol, at the real size and at the bucket alike."""
         known = Layout(fact=Fact("count"))
-        return (_Tensor(shape_of(val), val.dtype, tuple(known if s == symbol else INDEPENDENT for s in self.symbols)),)
+        return (
+            TensorState(shape_of(val), val.dtype, tuple(known if s == symbol else INDEPENDENT for s in self.symbols)),
+        )
 
     def given(self, node: Node, val: object) -> Span | None:
         """What is known of the entries of an argument (the user's promise) or of a constant (its values)."""
@@ -188,7 +164,7 @@ class _Interpreter:
             return None
         return Span(None) if node.op == "placeholder" and is_promised(node.meta.get("source", "")) else None
 
-    def with_spans(self, node: Node, outputs: _Outputs) -> _Outputs:
+    def with_spans(self, node: Node, outputs: Outputs) -> Outputs:
         """The outputs of an eager node with what is known of their values."""
         if not any(outputs) or not isinstance(node.target, OpOverload):
             return outputs
@@ -197,11 +173,11 @@ class _Interpreter:
         found = self.spans(node, args, kwargs, outputs)
         return tuple(t and replace(t, span=span) for t, span in zip(outputs, found, strict=True))
 
-    def spans(self, node: Node, args: tuple, kwargs: dict, outputs: _Outputs) -> tuple[Span | None, ...]:
+    def spans(self, node: Node, args: tuple, kwargs: dict, outputs: Outputs) -> tuple[Span | None, ...]:
         if node in self.mutated or not isinstance(node.target, OpOverload):
             return (None,) * len(outputs)
         dtypes = tuple(None if t is None else t.dtype for t in outputs)
-        return spans(node.target, _named(node.target, args, kwargs), dtypes)
+        return spans(node.target, named(node.target, args, kwargs), dtypes)
 
     def escaping(self) -> dict[Node, Reason]:
         """Captured nodes whose loose entries reach a reader that takes them for real rows."""
@@ -213,7 +189,7 @@ class _Interpreter:
                 found[node] = Reason("padding", text)
         return found
 
-    def judge(self, node: Node, val: object) -> _Outputs:
+    def judge(self, node: Node, val: object) -> Outputs:
         """Apply the rule of a node, or the memoised verdict of a structurally equal one."""
         fresh = self.natural(val)
         args = tuple(self.argument(a) for a in node.args)
@@ -231,7 +207,7 @@ class _Interpreter:
         if verdict.obligations:
             self.result.obligations[node] = verdict.obligations
         outputs = tuple(
-            None if out is None else _Tensor(out.shape, out.dtype, layouts, span)
+            None if out is None else TensorState(out.shape, out.dtype, layouts, span)
             for out, layouts, span in zip(fresh, verdict.layouts, verdict.spans, strict=True)
         )
         self.track_window(node, outputs)
@@ -272,7 +248,7 @@ class _Interpreter:
         names = [a.name for a in node.target._schema.arguments if a.alias_info and a.alias_info.is_write]
         return [named[name] for name in names if isinstance(named.get(name), Node)]
 
-    def track_window(self, node: Node, outputs: _Outputs) -> None:
+    def track_window(self, node: Node, outputs: Outputs) -> None:
         """Remember views that carry a symbol in a dimension whose memory does not (``table[:s]``, and views of it).
 
         Writing to one would change rows of that memory beyond the real size, which are not padding. The dimensions are
@@ -297,7 +273,7 @@ class _Interpreter:
             if carried > max((sum(symbol in size.free_symbols for size in dims) for dims in sources), default=0):
                 self.windows.add(node)
 
-    def verdict(self, node: Node, args: tuple, kwargs: dict, fresh: _Outputs, mutable: bool, window: bool) -> _Verdict:
+    def verdict(self, node: Node, args: tuple, kwargs: dict, fresh: Outputs, mutable: bool, window: bool) -> Verdict:
         """Judge a node for every symbol; one refusal resets its layouts for all of them."""
         name = str(node.target) if isinstance(node.target, OpOverload) else getattr(node.target, "__name__", "call")
         known = self.spans(node, args, kwargs, fresh)
@@ -308,7 +284,7 @@ class _Interpreter:
             except RefusedError as refused:
                 text = f"{name}: {refused.text} (padded size {symbol})"
                 layouts = tuple(() if t is None else t.layouts for t in fresh)
-                return _Verdict(Reason(refused.code, text, fix=refused.fix), layouts, known)
+                return Verdict(Reason(refused.code, text, fix=refused.fix), layouts, known)
             changes = mutable and any(x.uniform or x.fact for x in found)
             columns.append([replace(x, uniform=False, fact=None) for x in found] if changes else found)
             obligations += conditions
@@ -316,8 +292,8 @@ class _Interpreter:
         by_output = tuple(tuple(column[k] for column in columns) for k in range(len(fresh)))
         if not all(self.consistent(layouts) for layouts in by_output):
             text = f"{name}: two padded sizes share a dimension, and it is not known which one is outside"
-            return _Verdict(Reason("derived-size", text), tuple(() if t is None else t.layouts for t in fresh), known)
-        return _Verdict(None, by_output, known, tuple(dict.fromkeys(obligations)), float_bound)
+            return Verdict(Reason("derived-size", text), tuple(() if t is None else t.layouts for t in fresh), known)
+        return Verdict(None, by_output, known, tuple(dict.fromkeys(obligations)), float_bound)
 
     def consistent(self, layouts: PerSymbol) -> bool:
         """In a dimension that carries two symbols, exactly one lies outside the other: [B][T] or [T][B].
@@ -339,17 +315,17 @@ class _Interpreter:
         return True
 
     def for_symbol(
-        self, node: Node, i: int, symbol: sympy.Symbol, args: tuple, kwargs: dict, fresh: _Outputs, window: bool
+        self, node: Node, i: int, symbol: sympy.Symbol, args: tuple, kwargs: dict, fresh: Outputs, window: bool
     ) -> tuple[list[Layout], list[sympy.Basic], bool]:
         """The layouts of the outputs for one symbol, the conditions, and whether a float write lost a bound."""
         trivial = [INDEPENDENT] * len(fresh)
-        involved = _involves((args, tuple(kwargs.values())), symbol)
-        involved = involved or _knows((args, tuple(kwargs.values())), i)
-        if not involved and not any(t is not None and _involves(t, symbol) for t in fresh):
+        involved = involves((args, tuple(kwargs.values())), symbol)
+        involved = involved or knows((args, tuple(kwargs.values())), i)
+        if not involved and not any(t is not None and involves(t, symbol) for t in fresh):
             return trivial, [], False
         op = node.target
         entry = find_entry(op)
-        if not _has_tensor((args, tuple(kwargs.values()))) and not any(fresh):
+        if not has_tensor((args, tuple(kwargs.values()))) and not any(fresh):
             return trivial, [], False
         if isinstance(op, OpOverload) and base_name(op) in SIZE_READS and not any(fresh):
             return trivial, [], False
@@ -357,7 +333,7 @@ class _Interpreter:
             raise unknown(op)
         call = self.bind(op, i, symbol, args, kwargs, fresh)
         for name, value in call.args.items():
-            if name not in entry.sizes and _size_mentions(value, symbol):
+            if name not in entry.sizes and size_mentions(value, symbol):
                 raise RefusedError("the size itself is used as data")
         if not entry.loose and any(axis.loose for o in call.tensors() for _, axis in o.layout.axes):
             raise RefusedError("reads entries that look past the end of the real rows")
@@ -369,18 +345,18 @@ class _Interpreter:
         return layouts, call.obligations, tainted
 
     @staticmethod
-    def bind(op: OpOverload, i: int, symbol: sympy.Symbol, args: tuple, kwargs: dict, fresh: _Outputs) -> Call:
+    def bind(op: OpOverload, i: int, symbol: sympy.Symbol, args: tuple, kwargs: dict, fresh: Outputs) -> Call:
         """The arguments by schema name, tensors as this symbol sees them."""
 
         def seen(value: object) -> object:
-            if isinstance(value, _Tensor):
+            if isinstance(value, TensorState):
                 layout = value.layouts[i]
                 if layout is None:
                     raise RefusedError(f"an argument of sizes {list(value.shape)} {LAID_OUT}", "derived-size")
                 return Operand(value.shape, value.dtype, layout, value.span)
             return tuple(seen(v) for v in value) if isinstance(value, tuple) else value
 
-        bound = {name: seen(value) for name, value in _named(op, args, kwargs).items()}
+        bound = {name: seen(value) for name, value in named(op, args, kwargs).items()}
         shapes = tuple(None if t is None else t.shape for t in fresh)
         return Call(op, symbol, bound, shapes, tuple(None if t is None else t.dtype for t in fresh))
 
@@ -418,52 +394,3 @@ class _Interpreter:
         if tainted and not target.dtype.is_floating_point:
             raise RefusedError("indices that count on in padded rows are written to memory")
         return [Layout(target.layout.axes, False, target.layout.bound)], tainted
-
-
-def unknown(op: object) -> RefusedError:
-    """Why an operation without a rule is refused."""
-    if isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags:
-        return RefusedError("random values depend on the padded shape")
-    why = refusal(op) if isinstance(op, OpOverload) and op.namespace == "aten" else None
-    if why is not None:
-        return RefusedError(why, "unknown-op")
-    return RefusedError("no padding rule is known for this operation", "unknown-op")
-
-
-def _named(op: OpOverload, args: tuple, kwargs: Mapping[str, object]) -> dict[str, object]:
-    """The arguments by schema name, with defaults, lists as tuples."""
-    bound: dict[str, object] = {}
-    for position, arg in enumerate(op._schema.arguments):
-        given = args[position] if position < len(args) else kwargs.get(arg.name, arg.default_value)
-        bound[arg.name] = tuple(given) if isinstance(given, list) else given
-    return bound
-
-
-def _involves(value: object, symbol: sympy.Symbol) -> bool:
-    """Whether a size, a tensor's sizes, or anything inside a tuple mentions the symbol."""
-    if isinstance(value, tuple):
-        return any(_involves(v, symbol) for v in value)
-    if isinstance(value, _Tensor):
-        return any(symbol in size.free_symbols for size in value.shape)
-    return mentions(value, symbol)
-
-
-def _knows(value: object, i: int) -> bool:
-    """Whether something is known of a tensor's entries for the ``i``-th symbol."""
-    if isinstance(value, tuple):
-        return any(_knows(v, i) for v in value)
-    layout = value.layouts[i] if isinstance(value, _Tensor) else None
-    return layout is not None and layout.fact is not None
-
-
-def _size_mentions(value: object, symbol: sympy.Symbol) -> bool:
-    """Whether a size argument (not a tensor) mentions the symbol."""
-    if isinstance(value, tuple):
-        return any(_size_mentions(v, symbol) for v in value)
-    return not isinstance(value, Operand) and mentions(value, symbol)
-
-
-def _has_tensor(value: object) -> bool:
-    if isinstance(value, tuple):
-        return any(_has_tensor(v) for v in value)
-    return isinstance(value, _Tensor)

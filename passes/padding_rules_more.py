@@ -144,3 +144,9 @@ def membership(call: Call) -> Sequence[Layout]:
     if isinstance(others, Operand) and others.carries:
         raise RefusedError("looks for padded entries")
     return [content(call.tensor("elements").layout)]
+
+
+@rule("view_as_real")
+def view_as_real(call: Call) -> Layout:
+    """Adds a last dimension of size 2."""
+    return content(call.tensor("self").layout)

@@ -397,9 +397,3 @@ def windows(call: Call, x: Operand, dim: int, size: sympy.Expr, loose: int = 0) 
     if axis.outer != 1:
         raise RefusedError(f"takes windows across the padding inside dim {dim}")
     return {dim: replace(Axis(rows=size) if loose else prefix(call, size), loose=loose)}
-
-
-@rule("view_as_real")
-def view_as_real(call: Call) -> Layout:
-    """Adds a last dimension of size 2."""
-    return content(call.tensor("self").layout)

@@ -14,7 +14,7 @@ from . import (  # noqa: F401  (importing a rule file registers its rules)
     padding_rules_reduction,
     padding_rules_shape,
 )
-from .padding_rules_base import RULES, Entry
+from .padding_rules_base import RULES, Entry, RefusedError
 from .padding_rules_declared import declared_entry
 from .padding_rules_pointwise import pointwise
 from .padding_rules_reduction import reduction
@@ -123,3 +123,13 @@ def is_known(op: object) -> bool:
 
 
 KNOWN = is_known
+
+
+def unknown(op: object) -> RefusedError:
+    """Why an operation without a rule is refused."""
+    if isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags:
+        return RefusedError("random values depend on the padded shape")
+    why = refusal(op) if isinstance(op, OpOverload) and op.namespace == "aten" else None
+    if why is not None:
+        return RefusedError(why, "unknown-op")
+    return RefusedError("no padding rule is known for this operation", "unknown-op")

@@ -8,6 +8,7 @@ and default dtype. ``meta["aliases"]`` of a traced node lists the inputs whose s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.fx import Graph, Node
 from .alias import arguments
 from .reasons import Reason
 from .symbols import free
-from .torch_api import FakeTensor, OpOverload, make_fx, map_aggregate
+from .torch_api import FakeTensor, FakeTensorMode, OpOverload, make_fx, map_aggregate
 
 aten = torch.ops.aten
 
@@ -212,3 +213,14 @@ def is_identity(node: Node) -> bool:
         return False
     mine, theirs = leaf_key(node), leaf_key(node.all_input_nodes[0])
     return isinstance(mine, tuple) and mine[:5] == theirs[:5]
+
+
+@contextmanager
+def allow_real_constants(mode: FakeTensorMode) -> Iterator[None]:
+    """Real constants occur inside fake graphs (``torch.tensor([])`` in a fresh Hugging Face ``DynamicCache``)."""
+    before = mode.allow_non_fake_inputs
+    mode.allow_non_fake_inputs = True
+    try:
+        yield
+    finally:
+        mode.allow_non_fake_inputs = before
