@@ -16,6 +16,7 @@ from .alias import arguments
 from .repair_edit import Editor, UnrepairableError, dimension, dimensions
 from .repair_rules import LAST, MASKED, REPEATED, pair, repairs, size_as_data
 from .symbols import expr_of
+from .torch_api import map_aggregate
 
 aten = torch.ops.aten
 
@@ -107,6 +108,17 @@ def flip(e: Editor, node: Node) -> None:
 # -- writes ------------------------------------------------------------------------------------------------------------
 
 
+def _reads_elsewhere(e: Editor, node: Node) -> None:
+    """What a write reads must not lie in the memory that it writes: repeated rows are a copy, so an overlap, which
+    eager refuses or on which its result depends, would no longer be one."""
+    target, *rest = node.args
+    read: list[Node] = []
+    map_aggregate((rest, node.kwargs), lambda a: read.append(a) if isinstance(a, Node) else None)
+    mine = e.sets.get(target.name) if isinstance(target, Node) else None
+    if any(n is target or (mine is not None and e.sets.get(n.name) == mine) for n in read):
+        raise UnrepairableError("it reads the memory that it writes")
+
+
 def _repeated(e: Editor, value: Any, dim: int) -> tuple[Any, bool]:
     """A tensor whose padded rows along ``dim`` repeat the last real one, and whether it has any."""
     symbol = e.carried(value, dim) if isinstance(value, Node) and 0 <= dim < value.meta["val"].dim() else None
@@ -115,6 +127,7 @@ def _repeated(e: Editor, value: Any, dim: int) -> tuple[Any, bool]:
 
 @repairs("index_copy", "index_fill")
 def index_write(e: Editor, node: Node) -> None:
+    _reads_elsewhere(e, node)
     named = arguments(node)
     x, key = named["self"], "source" if "source" in named else "value"
     dim = dimension(x, named["dim"])
@@ -127,6 +140,7 @@ def index_write(e: Editor, node: Node) -> None:
 
 @repairs("scatter")
 def scatter(e: Editor, node: Node) -> None:
+    _reads_elsewhere(e, node)
     named = arguments(node)
     if "reduce" in named:
         raise UnrepairableError("rows that are written twice would be reduced twice")
@@ -141,6 +155,7 @@ def scatter(e: Editor, node: Node) -> None:
 @repairs("index_put", "_unsafe_index_put")
 def index_put(e: Editor, node: Node) -> None:
     """Index tensors and values, all of them along the dimensions in which an index is padded."""
+    _reads_elsewhere(e, node)
     named = arguments(node)
     x, indices, values = named["self"], list(named["indices"]), named["values"]
     if named.get("accumulate"):
@@ -188,6 +203,7 @@ def _slice(e: Editor, node: Node) -> tuple[Node, int, sympy.Symbol, Node]:
 @repairs("copy")
 def slice_write(e: Editor, node: Node) -> None:
     """``memory[:, start : start + s] = rows``: a write by row numbers."""
+    _reads_elsewhere(e, node)
     x, dim, symbol, rows = _slice(e, node)
     view, source = pair(node)
     memory = view.meta["val"]

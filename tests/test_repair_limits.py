@@ -363,3 +363,42 @@ def test_the_proof_refuses_what_is_nearly_a_repair(name: str) -> None:
     again = classify(graph, torch.device("cpu"), lambda n: None)
     broken = [n.name for n, v in again.verdicts.items() if v.reason is not None and v.reason.code == "padding"]
     assert broken, "still called safe"
+
+
+def _shifted(x: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    h = torch.tanh(x) * 2
+    c[1 : h.shape[0] + 1] = c[: h.shape[0]]
+    return h.relu() + 1
+
+
+def _transposed(x: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    h = torch.tanh(x) * 2
+    c[:, : h.shape[0]] = c.t()[:, : h.shape[0]]
+    return h.relu() + 1
+
+
+def _copied_rows(x: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    h = torch.tanh(x) * 2
+    c.index_copy_(0, torch.arange(h.shape[0]), c[1 : h.shape[0] + 1])
+    return h.relu() + 1
+
+
+@pytest.mark.parametrize("function", [_shifted, _transposed, _copied_rows])
+def test_a_write_that_reads_its_own_memory_is_not_repaired(function: Callable[..., torch.Tensor]) -> None:
+    """Eager raises where the two overlap, or reads what it has written already; a repeated copy would do neither."""
+    fast = torch.compile(function, backend="bcg", options={"buckets": [4, 16]})
+    with torch.no_grad():
+        for n in (5, 6, 7, 5, 6, 7, 3, 3, 3):
+            x = torch.randn(n, 16)
+            torch._dynamo.maybe_mark_dynamic(x, 0)
+            ours, theirs = (torch.arange(256.0).reshape(16, 16) for _ in range(2))
+            answers = []
+            for run, memory in ((fast, ours), (function, theirs)):
+                try:
+                    answers.append(run(x, memory))
+                except RuntimeError as error:
+                    answers.append(type(error))
+            assert isinstance(answers[0], type(answers[1])), (n, answers)
+            if isinstance(answers[1], torch.Tensor):
+                assert torch.equal(answers[0], answers[1])
+            assert torch.equal(ours, theirs), n
