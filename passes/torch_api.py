@@ -59,6 +59,7 @@ __all__ = [
     "make_fx",
     "map_aggregate",
     "on_bytecode",
+    "pool_segments",
     "recompile_limit",
     "reset_with_dynamo",
     "set_grad_enabled",
@@ -123,6 +124,18 @@ def cuda_bytes(device: torch.device, address: int, nbytes: int) -> torch.Tensor:
     """Raw memory as a uint8 tensor that does not keep it."""
     memory = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(memory, 0, (nbytes,), (1,))
+
+
+def pool_segments(pool: tuple[int, int]) -> list[tuple[int, int]]:
+    """Address and bytes of every piece of memory of a CUDA graph pool.
+
+    ``torch.cuda.memory_snapshot(mempool_id=pool)`` would be shorter, but up to torch 2.13 at least it gives up a
+    reference to each number of the tuple that it does not own: the id of a pool (above 256, the numbers that Python
+    keeps forever) was freed while in use, and the process crashed much later (pytorch/pytorch#196366). ``None`` as
+    argument takes no tuple apart.
+    """
+    found = torch._C._cuda_memorySnapshot(None)["segments"]  # type: ignore[arg-type]
+    return [(s["address"], s["total_size"]) for s in found if tuple(s["segment_pool_id"]) == tuple(pool)]
 
 
 def takes_ambient_device(gm: torch.fx.GraphModule) -> bool:

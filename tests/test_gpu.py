@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from typing import Any
 
@@ -195,3 +196,19 @@ def test_memory_is_given_back() -> None:
         torch._dynamo.reset()
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() - before < 32 * 2**20
+
+
+def test_looking_at_the_pool_keeps_its_id() -> None:
+    """Would catch a snapshot that gives up references to the pool's numbers: they were freed while in use (Python keeps
+    only those up to 256), and the process died much later."""
+    while torch.cuda.graph_pool_handle()[1] <= 300:
+        pass
+    recorder = CudaRecorder(torch.device("cuda", 0))
+    with recorder.capture_session():
+        kept = torch.ones(1000, device="cuda")
+    before = [sys.getrefcount(n) for n in recorder.pool]
+    for _ in range(20):
+        assert recorder.nbytes >= kept.nbytes
+        recorder.poison([kept], 0xFF)
+    assert [sys.getrefcount(n) for n in recorder.pool] == before
+    assert kept.sum().item() == 1000

@@ -36,6 +36,7 @@ from torch_graph_backend.passes.torch_api import (
     cuda_alias,
     cuda_bytes,
     end_allocate_to_pool,
+    pool_segments,
 )
 from torch_graph_backend.recorders.base import CaptureBackend, Recording, Segment
 
@@ -62,10 +63,7 @@ class CudaRecorder(CaptureBackend):
 
     def _ranges(self) -> list[tuple[int, int]]:
         """Address and bytes of every piece of memory of the pool."""
-        if self._keeper is None:
-            return []
-        segments = torch.cuda.memory_snapshot(mempool_id=self.pool)
-        return [(s["address"], s["total_size"]) for s in segments]
+        return [] if self._keeper is None else pool_segments(self.pool)
 
     @property
     def nbytes(self) -> int:
