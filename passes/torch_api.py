@@ -134,7 +134,7 @@ def pool_segments(pool: tuple[int, int]) -> list[tuple[int, int]]:
     keeps forever) was freed while in use, and the process crashed much later (pytorch/pytorch#196366). ``None`` as
     argument takes no tuple apart.
     """
-    found = torch._C._cuda_memorySnapshot(None)["segments"]  # type: ignore[arg-type]
+    found = torch._C._cuda_memorySnapshot(None)["segments"]
     return [(s["address"], s["total_size"]) for s in found if tuple(s["segment_pool_id"]) == tuple(pool)]
 
 

@@ -38,7 +38,8 @@ class Case:
     * ``needs``: "cuda", or a distribution without which the case is skipped.
     * ``around``: a context for the compiled run. ``options``: of the backend.
     * ``cuda_dtype``: bfloat16, except where a last digit decides which weights are used. ``exact_on_cuda``: False where
-      CUDA adds in any order.
+      CUDA adds in any order, or Dynamo's graph alone (``backend="eager"``) differs from the model.
+    * ``static_on_cuda``: CUDA's kernels make Dynamo compile every length anew, so that nothing is called twice.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=lambda: {"buckets": list(BUCKETS)})
     cuda_dtype: torch.dtype = torch.bfloat16
     exact_on_cuda: bool = True
+    static_on_cuda: bool = False
 
     def missing(self, device: str = "cpu") -> str | None:
         """Why the case cannot run here, if so."""

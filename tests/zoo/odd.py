@@ -146,6 +146,7 @@ CASES = (
         around=traced_rnn,
         kernels=6,
         flops=0.1,
+        static_on_cuda=True,
     ),
     Case(
         "lstm_broken",

@@ -51,7 +51,8 @@ def test_zoo(name: str, device: str) -> None:
         )
     found = report.Found.of(case, model)
     assert found.flops >= case.flops, f"{found.flops:.1%} of the FLOPs captured\n{tgb.explain(model)}"
-    assert result.stats.replays >= case.replays, result.stats
+    if device == "cpu" or not case.static_on_cuda:
+        assert result.stats.replays >= case.replays, result.stats
     if device == "cuda" and dtype is torch.bfloat16:
         check_against_double(case, device, dtype, result)
     if device == "cpu":
