@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import torch_graph_backend as tgb
+from torch_graph_backend.plan import CapturedSegment
 from torch_graph_backend.recorders.cuda import CudaRecorder
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -212,3 +213,43 @@ def test_looking_at_the_pool_keeps_its_id() -> None:
         recorder.poison([kept], 0xFF)
     assert [sys.getrefcount(n) for n in recorder.pool] == before
     assert kept.sum().item() == 1000
+
+
+def test_a_break_that_works_on_a_stream_of_its_own() -> None:
+    """A break starts slow work on a side stream and a later break waits for it, as eager code may: what the work reads
+    is the break's own, although segments of this call and of the next ones run meanwhile."""
+    side, pending = torch.cuda.Stream(), []
+
+    def start(x: torch.Tensor) -> torch.Tensor:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(20_000_000)  # about 10 ms: segments that come later would have overwritten x
+            pending.append(x * 2)
+        x.record_stream(side)
+        return x + 1
+
+    def finish(x: torch.Tensor) -> torch.Tensor:
+        torch.cuda.current_stream().wait_stream(side)
+        return x + pending.pop()
+
+    with torch.library._scoped_library("tgb_side_test", "DEF") as lib, torch.no_grad():
+        for name, function in (("start", start), ("finish", finish)):
+            lib.define(f"{name}(Tensor x) -> Tensor")
+            lib.impl(name, function, "CUDA")
+            lib.impl(name, torch.empty_like, "Meta")
+        ops = torch.ops.tgb_side_test
+        first, second = (torch.nn.Linear(64, 64).cuda() for _ in range(2))
+
+        def f(x: torch.Tensor) -> torch.Tensor:
+            h = ops.start(torch.relu(first(x)) * 2)
+            for _ in range(4):
+                h = torch.relu(second(h)) - h
+            return ops.finish(h) * 3
+
+        fast = torch.compile(f, backend="bcg")
+        for n in (9, 10, 11, 33, 9, 34, 12, 40, 10):
+            x = tokens(n)
+            got = fast(x)
+            torch.testing.assert_close(got, f(x), rtol=1e-4, atol=1e-4)
+        assert tgb.stats(f).replays >= 5
+        assert sum(isinstance(s, CapturedSegment) for s in tgb.plans(f)[-1].steps) == 3
