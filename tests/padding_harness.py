@@ -232,7 +232,12 @@ def check_tensors(
                 return checked
             env_b[node] = padded(env_n[node], layouts, bucket, how)
             continue
-        env_b[node] = run(node, env_b)
+        try:
+            env_b[node] = run(node, env_b)
+        except (RuntimeError, IndexError):
+            if how == "row0":
+                raise
+            return checked  # positions computed from junk may be none: the proof promises a range to copies of row 0
         for got, want, layout in zip(parts(env_b[node]), parts(env_n[node]), layouts, strict=False):
             if isinstance(want, torch.Tensor):
                 if len(layout) < len(real):
