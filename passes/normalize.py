@@ -24,6 +24,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from .cleanup import drop_dead, fold_constant_copies
+from .higher_order import KEPT, expand
 from .reasons import Reason
 from .source_lines import user_line
 from .templates import (
@@ -52,9 +53,6 @@ from .torch_api import (
 )
 
 aten = torch.ops.aten
-
-#: Higher-order ops that only wrap a body (checkpointing, regional compilation): without gradients, the body itself.
-_INLINED = {"tag_activation_checkpoint", "wrap", "invoke_subgraph", "wrap_activation_checkpoint"}
 
 
 @dataclass(frozen=True)
@@ -87,13 +85,14 @@ class _State:
     reused: int = 0
 
 
-def normalise(gm: GraphModule) -> NormalGraph:
-    """Normalise a Dynamo graph. Raises ``NormaliseError``; never changes ``gm``."""
+def normalise(gm: GraphModule, is_break: Callable[[Node], object] | None = None) -> NormalGraph:
+    """Normalise a Dynamo graph. Raises ``NormaliseError``; never changes ``gm``. A higher-order op that ``is_break``
+    claims stays whole."""
     fakes = [n.meta.get("example_value") for n in gm.graph.nodes if n.op == "placeholder"]
     fake_mode = next((f.fake_mode for f in fakes if isinstance(f, FakeTensor)), None)
     if fake_mode is None:
         fake_mode = _fake_mode_of(gm)
-    worker = _Normaliser(fake_mode)
+    worker = _Normaliser(fake_mode, is_break)
     with ExitStack() as stack:
         if fake_mode is not None:
             stack.enter_context(allow_real_constants(fake_mode))
@@ -117,8 +116,8 @@ def _fake_mode_of(gm: GraphModule) -> FakeTensorMode | None:
 class _Normaliser:
     """Walks Dynamo nodes in order and emits ATen nodes. ``env`` maps a Dynamo node to a tree of emitted nodes."""
 
-    def __init__(self, fake_mode: FakeTensorMode | None) -> None:
-        self.fake_mode = fake_mode
+    def __init__(self, fake_mode: FakeTensorMode | None, is_break: Callable[[Node], object] | None = None) -> None:
+        self.fake_mode, self.is_break = fake_mode, is_break
         self.s = _State()
         self.placeholders: list[Node] = []
 
@@ -226,12 +225,10 @@ class _Normaliser:
 
     def higher_order(self, gm: GraphModule, node: Node, args: Any, kwargs: Any) -> Any:
         assert isinstance(node.target, HigherOrderOperator)
-        if node.target.name() in _INLINED:
-            bodies = [a for a in args if isinstance(a, Node) and isinstance(a.meta["val"], GraphModule)]
-            if len(bodies) == 1:
-                rest = list(args[list(args).index(bodies[0]) + 1 :])
-                rest = [a for a in rest if not isinstance(a, str)]
-                return self.run_graph(bodies[0].meta["val"], rest)
+        if self.is_break is None or not self.is_break(node):
+            found = expand(node.target, args, lambda function, a: self.traced(function, node, a, {}), self.run_graph)
+            if found is not KEPT:
+                return found
         new = self.s.graph.create_node("call_function", node.target, args, kwargs, name=node.name)
         self.annotate(new, node, node.meta.get("example_value"))
         return self.unpack(new, new.meta["val"])

@@ -378,3 +378,26 @@ def test_infinite_first_rows_of_a_convolution(dtype: torch.dtype) -> None:
             x[..., 0] = float("inf")
             torch._dynamo.mark_dynamic(x, 2)
             assert torch.equal(fast(x).isfinite(), f(x).isfinite()), f"{n} samples"
+
+
+def test_a_recurrence_over_a_padded_batch() -> None:
+    """A loop that is written out is proved like any other operations: padded rows of the batch stay apart."""
+    from torch._higher_order_ops.scan import scan
+
+    w = torch.randn(4, 4) / 2
+
+    def f(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def step(carry: torch.Tensor, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            carry = torch.tanh(carry @ w + row)
+            return carry, carry / (1 + carry.sum(-1, keepdim=True).abs())
+
+        last, seen = scan(step, torch.zeros_like(x[:, 0]), x, dim=1)
+        return last, seen
+
+    fast = torch.compile(f, backend="bcg")
+    with torch.no_grad():
+        for n in (5, 6, 5, 9, 7, 6, 11):
+            x = rows(n, 3, 4)
+            torch.testing.assert_close(fast(x), f(x), rtol=1e-6, atol=1e-6)
+    assert_replayed(f)
+    assert not any(op.reason for plan in tgb.plans(f) for region in plan.regions for op in region.ops)

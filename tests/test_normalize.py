@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
+import torch_graph_backend as tgb
 from torch_graph_backend.passes.normalize import NormaliseError
 from torch_graph_backend.passes.torch_api import HigherOrderOperator, OpOverload
 
@@ -299,6 +300,58 @@ def test_invoke_subgraph_is_inlined() -> None:
 
     seen = checked(f, torch.randn(3))
     assert seen.names().count("aten.sin") == 3
+
+
+def test_loops_of_known_length_are_written_out() -> None:
+    """Each step of the body is operations of the graph; carry and results are eager's."""
+    from torch._higher_order_ops.map import map as each
+    from torch._higher_order_ops.scan import scan
+
+    def f(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def step(carry: torch.Tensor, row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            carry = carry * 0.5 + row @ w
+            return carry, carry.tanh()
+
+        last, all_of_them = scan(step, torch.zeros_like(x[:, 0]), x, dim=1)
+        return last, all_of_them, each(lambda row, v: row.sin() @ v, x, w)
+
+    seen = checked(f, torch.randn(2, 3, 4), torch.randn(4, 4))
+    assert not {"scan", "map_impl"} & set(seen.names())
+    assert seen.names().count("aten.tanh") == 3
+    assert seen.names().count("aten.sin") == 2
+
+
+@pytest.mark.parametrize("length", ["symbolic", "long"])
+def test_other_loops_stay_whole(length: str) -> None:
+    """A length that is known at run time alone, or so long that a plan would take longer than the loop."""
+    from torch._higher_order_ops.scan import scan
+
+    def f(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return scan(lambda c, row: (c + row, c * row), torch.zeros_like(x[0]), x, dim=0)
+
+    x = torch.randn(5 if length == "symbolic" else 600, 3)
+    if length == "symbolic":
+        torch._dynamo.mark_dynamic(x, 0)
+    assert checked(f, x).names().count("scan") == 1
+
+
+def test_a_loop_that_is_a_break_stays_whole() -> None:
+    """A registration wins over writing the body out."""
+    from torch._higher_order_ops.scan import scan
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(scan(lambda c, row: (c + row, c * row), torch.zeros_like(x[0]), x, dim=0)[1]) * 2
+
+    x = torch.randn(4, 3)
+    for breaks, count in (([], 0), ([torch.ops.higher_order.scan], 1)):
+        torch._dynamo.reset()
+        fast = torch.compile(f, backend="bcg", options={"break_ops": breaks})
+        with torch.no_grad():
+            for _ in range(3):
+                assert torch.equal(fast(x), f(x))
+        eager = [op.op for plan in tgb.plans(f) for region in plan.regions for op in region.ops]
+        assert eager.count("scan") == count
+        assert tgb.stats(f).replays == 2
 
 
 def test_vmap_region_is_traced_as_one() -> None:

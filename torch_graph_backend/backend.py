@@ -146,7 +146,7 @@ class _Compiler:
 
     def plan(self) -> None:
         start = time.perf_counter()
-        normal = normalise(self.gm)
+        normal = normalise(self.gm, self.is_break)
         for placeholder in normal.placeholders:
             if placeholder.name in self.moving:  # read through a slot like any other argument
                 placeholder.meta["static"] = False
