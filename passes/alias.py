@@ -188,11 +188,23 @@ _RAISES = (
 )  # fmt: skip
 
 
+#: They raise for a tensor of more or fewer than one entry, and for nothing else.
+_ONE_ENTRY = frozenset({"item", "_local_scalar_dense"})
+
+
+def _has_one_entry(value: Any) -> bool:
+    """Whether an argument is a tensor that has one entry at any size."""
+    tensor = value.meta.get("val") if isinstance(value, Node) else None
+    return isinstance(tensor, torch.Tensor) and all(isinstance(n, int) and n == 1 for n in tensor.shape)
+
+
 def may_raise(node: Node) -> bool:
     """Whether the operation can raise at run time (an index out of range, a singular matrix, user code)."""
     target = node.target
     if not isinstance(target, OpOverload):
         return node.op == "call_function" and (bool(node.meta.get("opaque")) or isinstance(target, HigherOrderOperator))
+    if target.overloadpacket.__name__ in _ONE_ENTRY and _has_one_entry(node.args[0]):
+        return False
     return target.namespace not in ("aten", "prims") or any(part in target._schema.name for part in _RAISES)
 
 

@@ -27,6 +27,8 @@ from torch_graph_backend.slots import Sizes, evaluate
 
 #: How many sizes of a ladder are tried, from the smallest that fits, before a bucket counts as invalid.
 _TRIES = 3
+#: How many sizes below a rung are tried where the traced code excludes the rung (``n % 8 != 0`` excludes nearly all).
+_NEAR = 8
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,18 @@ class Bounds:
         """The largest size that the traced code allows: the last bucket is cut down to it."""
         upper = next((high for s, _, high in self.ranges if s == symbol), None)
         return int(upper) if isinstance(upper, sympy.Integer) else sys.maxsize
+
+    def allows(self, symbol: sympy.Symbol, size: int) -> bool:
+        """Whether the assumptions about this one symbol alone hold at a size."""
+        value = sympy.Integer(size)
+        in_range = all(low <= value <= high for s, low, high in self.ranges if s == symbol)
+        alone = (g for g in self.guards if g.free_symbols == {symbol})
+        return in_range and all(g.xreplace({symbol: value}) == sympy.true for g in alone)
+
+    def near(self, symbol: sympy.Symbol, rung: int, least: int) -> int | None:
+        """The largest size from ``rung`` down that the traced code allows: not below ``least``, nor far away."""
+        below = range(rung, max(least, rung - _NEAR, 1) - 1, -1)
+        return next((size for size in below if self.allows(symbol, size)), None)
 
     def broken_by(self, sizes: Sizes) -> Reason | None:
         """The first assumption that fails at these sizes."""
@@ -94,8 +108,11 @@ class Keys:
                 if len(choice) != len(self.bucketed):
                     raise BadOption("sizes", choice, f"an int or a tuple of {len(self.bucketed)} ints")
             return found
-        tops = [ladder.pick(sizes[i]) or 0 for i, ladder in zip(self.bucketed, self.ladders, strict=True)]
-        rungs = [[s for s in ladder.sizes if s <= top] for ladder, top in zip(self.ladders, tops, strict=True)]
+        rungs = []
+        for i, ladder in zip(self.bucketed, self.ladders, strict=True):
+            top, symbol = ladder.pick(sizes[i]) or 0, self.plan.symbols[i].symbol
+            steps = list(itertools.pairwise((0, *(s for s in ladder.sizes if s <= top))))
+            rungs.append([self.bounds.near(symbol, rung, below + 1) or rung for below, rung in steps])
         return list(itertools.product(*rungs))
 
     def _pick(self, sizes: tuple[int, ...]) -> tuple[ShapeKey, tuple[int, ...]] | Reason:
@@ -111,11 +128,7 @@ class Keys:
                     return Reason("size-not-listed", text, fix="list the size in options['buckets'], or allow padding")
                 text = f"{name} is {n}, the largest bucket is {ladder.largest}"
                 return Reason("beyond-largest-bucket", text, fix="list a larger size in options['buckets']")
-            at = ladder.sizes.index(first) if first in ladder.sizes else None
-            sizes_up = [first] if at is None else ladder.sizes[at : at + _TRIES]
-            limit = self.bounds.limit(self.plan.symbols[i].symbol)
-            # Last of all the exact size, which the traced code was made for.
-            options.append(list(dict.fromkeys([*(min(b, max(limit, n)) for b in sizes_up), n])))
+            options.append(self._candidates(self.plan.symbols[i].symbol, ladder, n, first))
         pinned = tuple(sizes[i] for i in self.pinned)
         broken: Reason | None = None
         for choice in itertools.product(*options):
@@ -126,6 +139,17 @@ class Keys:
             broken = broken or problem
         assert broken is not None
         return broken
+
+    def _candidates(self, symbol: sympy.Symbol, ladder: Ladder, n: int, first: int) -> list[int]:
+        """Sizes to try for ``n`` rows, best first: the next rungs, sizes just below them where the traced code excludes
+        the rungs, last of all the exact size, which the traced code was made for."""
+        at = ladder.sizes.index(first) if first in ladder.sizes else None
+        rungs = [first] if at is None else ladder.sizes[at : at + _TRIES]
+        limit = self.bounds.limit(symbol)
+        found = [min(b, max(limit, n)) for b in rungs]
+        if not ladder.exact and not any(self.bounds.allows(symbol, b) for b in found):
+            found += [size for b in found if (size := self.bounds.near(symbol, b, n)) is not None]
+        return list(dict.fromkeys([*found, n]))
 
     def _bucket(self, choice: Sequence[int], pinned: Sequence[int]) -> dict[sympy.Symbol, int]:
         which = [*self.bucketed, *self.pinned]
