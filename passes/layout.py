@@ -55,12 +55,14 @@ class Fact:
     ``count``: the one entry is ``n + value``, at any size. ``below``: every entry is less than ``n``.
     Along padded dimension ``dim``, whose axis is ``PLAIN``: ``positions``: entry ``i`` is ``i``. ``real``: entry ``i``
     is whether ``i < n``. ``rows``: entry ``i`` is ``min(i, n - 1)``. ``repeats``: padded entries are copies of the last
-    real one. ``filled``: padded entries are ``value``.
+    real one. ``filled``: padded entries are ``value``. ``whole`` (of ``repeats``): the same holds along every other
+    padded dimension, so each padded entry is a copy of a real one.
     """
 
     kind: str
     dim: int = 0
     value: float | int | bool = 0
+    whole: bool = False
 
 
 @dataclass(frozen=True)

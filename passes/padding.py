@@ -19,7 +19,7 @@ from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from .layout import INDEPENDENT, Fact, Layout, expr_of, mentions, natural, natural_of, shape_of
-from .padding_facts import IN_RANGE, derive
+from .padding_facts import derive, in_range
 from .padding_rules_base import UNBOUNDED, Call, Operand, RefusedError, check_exact
 from .padding_rules_declared import is_promised
 from .padding_rules_table import KNOWN, MAY_ALIAS, SIZE_READS, base_name, find_entry, is_known, unknown
@@ -374,8 +374,7 @@ class _Interpreter:
                 layouts[k] = replace(layout, bound=UNBOUNDED)
             check_exact(call, k, layouts[k])
             fact = derive(call, layouts[k]) if k == 0 else None
-            inside = fact is not None and fact.kind in IN_RANGE
-            layouts[k] = replace(layouts[k], fact=fact, bound=None if inside else layouts[k].bound)
+            layouts[k] = replace(layouts[k], fact=fact, bound=None if in_range(fact) else layouts[k].bound)
         if not call.op._schema.is_mutable:
             return layouts, False
         target = next(iter(call.args.values()))

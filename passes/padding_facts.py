@@ -32,8 +32,11 @@ def derive(call: Call, layout: Layout) -> Fact | None:
 
 #: Facts that are not about one dimension.
 _ANYWHERE = frozenset({"count", "below", "inside"})
-#: Facts by which padded entries, taken as indices, are in range wherever real ones are.
-IN_RANGE = frozenset({"rows", "inside", "repeats"})
+
+
+def in_range(fact: Fact | None) -> bool:
+    """Whether padded entries, taken as indices, are in range wherever real ones are."""
+    return fact is not None and (fact.kind in ("rows", "inside") or (fact.kind == "repeats" and fact.whole))
 
 
 def _fact(operand: object) -> Fact:
@@ -67,7 +70,9 @@ def _moved(fact: Fact, by: int) -> Fact | None:
     """The fact after a constant was added to every entry."""
     if fact.kind == "count":
         return replace(fact, value=int(fact.value) + by)
-    return Fact("repeats", fact.dim) if fact.kind in ("rows", "repeats") else None
+    if fact.kind == "rows":
+        return Fact("repeats", fact.dim, whole=True)
+    return fact if fact.kind == "repeats" else None
 
 
 def _add(call: Call, layout: Layout) -> Fact | None:
@@ -130,8 +135,12 @@ def _masked_fill(call: Call, layout: Layout) -> Fact | None:
 
 
 def _index_select(call: Call, layout: Layout) -> Fact | None:
-    x, index = call.tensor("self"), _fact(call.tensor("index"))
-    return Fact("repeats", call.dim(x.ndim)) if index.kind == "rows" else None
+    x, index, dim = call.tensor("self"), _fact(call.tensor("index")), call.dim(call.tensor("self").ndim)
+    if index.kind != "rows":
+        return None
+    others = [d for d in x.layout.dims if d != dim]
+    known = x.fact.kind == "repeats" and x.repeats(x.fact.dim)
+    return Fact("repeats", dim, whole=all(known and d == x.fact.dim for d in others))
 
 
 _DERIVED: dict[str, Callable[[Call, Layout], Fact | None]] = {

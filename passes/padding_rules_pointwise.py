@@ -55,6 +55,9 @@ def _no_new_zero(call: Call, operands: Sequence[Operand]) -> None:
     """Integer division raises on a zero, which a divisor that counts on in padded rows could reach there alone."""
     if call.op.overloadpacket.__name__.rstrip("_") not in _INTEGER_DIVISIONS:
         return
+    divisor = call.get("other")
+    if isinstance(divisor, (int, sympy.Integer)) and divisor > 0:  # minus one overflows for the smallest integer
+        return
     if any(o.layout.bound is not None and not o.dtype.is_floating_point for o in operands[-1:]):
         raise RefusedError("a divisor that counts on in padded rows could be zero there")
 

@@ -14,9 +14,9 @@ from torch.fx import Node
 
 from .alias import arguments
 from .repair_edit import Editor, UnrepairableError, dimension, dimensions
-from .repair_rules import LAST, MASKED, REPEATED, pair, repairs, size_as_data
+from .repair_rules import LAST, LOOKED_UP, MASKED, REPEATED, pair, repairs, size_as_data
 from .symbols import expr_of
-from .torch_api import map_aggregate
+from .torch_api import OpOverload, map_aggregate
 
 aten = torch.ops.aten
 
@@ -103,6 +103,35 @@ def flip(e: Editor, node: Node) -> None:
     if rest:
         x = e.add(aten.flip.default, x, rest)
     e.put(MASKED, aten.index_select.default, x, dim, e.add(aten.clamp.default, rows, 0))
+
+
+# -- look-ups ----------------------------------------------------------------------------------------------------------
+
+
+def _valid(e: Editor, index: Any) -> Any:
+    """An index that no padded entry may leave the table by: where padded entries count on, they repeat real ones."""
+    if not isinstance(index, Node):
+        return index
+    ndim = index.meta["val"].dim()
+    found = [(d, s) for d in range(ndim) if (s := e.carried(index, d)) and e.layout(index, s).bound is not None]
+    for dim, symbol in found:
+        index = e.repeated(index, dim, symbol)
+    return index
+
+
+@repairs("embedding", "index_select", "gather", "take_along_dim", "index")
+def look_up(e: Editor, node: Node) -> None:
+    """Entries of a table by indices that may be beyond it in padded rows (``table[arange(s)]``, a slice of a buffer)."""
+    assert isinstance(node.target, OpOverload)
+    names = [a.name for a in node.target._schema.arguments]
+    key = "indices" if "indices" in names else "index"
+    given = arguments(node)[key]
+    several = isinstance(given, (list, tuple))
+    repeated = [_valid(e, i) for i in given] if several else _valid(e, given)
+    if repeated == (list(given) if several else given):
+        raise UnrepairableError("no index counts on in padded rows")
+    args = [repeated if name == key else a for name, a in zip(names, node.args, strict=False)]
+    e.put(LOOKED_UP, node.target, *args, **{k: repeated if k == key else v for k, v in node.kwargs.items()})
 
 
 # -- writes ------------------------------------------------------------------------------------------------------------

@@ -26,11 +26,12 @@ aten = torch.ops.aten
 Rule = Callable[[Editor, Node], None]
 
 #: The kinds of repair, as the plan prints them. ``MASKED`` copies its input, so it has to pay for itself.
-MASKED, COUNTED, REPEATED, LAST = (
+MASKED, COUNTED, REPEATED, LAST, LOOKED_UP = (
     "padded rows masked out",
     "reads the real size on the device",
     "padded rows write what the last real row writes",
     "looks up real rows by the real size",
+    "padded rows look up what the last real row looks up",
 )
 
 #: Dtypes that hold any size that occurs.

@@ -97,6 +97,37 @@ LAST: dict[str, Callable[..., Tensor]] = {
 }
 
 
+class Positions(Between):
+    """With a table of as many positions as the largest bucket has no room for, and ids of them in a buffer."""
+
+    def __init__(self, op: Callable[..., Tensor]) -> None:
+        super().__init__(op)
+        self.table = nn.Embedding(7, H)
+        self.register_buffer("ids", torch.arange(40) % 7)
+        self.register_buffer("wild", torch.cat([torch.arange(7), torch.full((40,), 1 << 40)]))
+        self.register_buffer("types", torch.arange(14).view(2, 7).float())
+
+
+def buckets_of(n: int) -> Tensor:
+    """How far two tokens are apart, in classes (a position bias)."""
+    apart = torch.arange(n)[None, :] - torch.arange(n)[:, None]
+    return apart.abs().clamp(max=3) + (apart > 0) * 3
+
+
+LOOKED_UP: dict[str, Callable[..., Tensor]] = {
+    "embedding of a buffer": lambda m, h: h + m.table(m.ids[: h.shape[0]]),
+    "embedding of what is no index behind": lambda m, h: h + m.table(m.wild[: h.shape[0]]),
+    "embedding, kept": lambda m, h: h + m.table(m.wild[None, : h.shape[0]])[0],
+    "indexed": lambda m, h: h + m.table.weight[m.wild[: h.shape[0]]],
+    "indexed from the end": lambda m, h: h + m.table.weight[m.wild[: h.shape[0]] - 7],
+    "two indices": lambda m, h: h + m.types[m.wild[: h.shape[0]] % 2, m.wild[: h.shape[0]]][:, None],
+    "selected": lambda m, h: h + m.table.weight.index_select(0, m.wild[: h.shape[0]]),
+    "gathered": lambda m, h: h + m.types.gather(1, m.wild[None, : h.shape[0]].expand(2, -1)).sum(0)[:, None],
+    "taken along": lambda m, h: h + torch.take_along_dim(m.types[0], m.wild[: h.shape[0]], 0)[:, None],
+    "both dimensions": lambda m, h: h + (m.table(buckets_of(h.shape[0])) * h[:, None]).sum(-1)[:, :1],
+}
+
+
 def calls(sizes: tuple[int, ...] = SIZES, dtype: torch.dtype = torch.float32) -> list[Any]:
     g = torch.Generator().manual_seed(1)
     return [(torch.randn(n, H, generator=g).to(dtype),) for n in sizes]
@@ -122,6 +153,44 @@ def test_equal_to_eager_in_one_segment(name: str) -> None:
     """Would catch: padding that reaches a real row through the rewritten operation, a wrong neutral element, a count
     that is frozen or not filled, another dtype, an island left behind."""
     one_segment(run((MASKED | COUNTED | LAST)[name], calls()))
+
+
+@pytest.mark.parametrize("name", LOOKED_UP)
+def test_look_ups_by_indices_that_are_none_in_padded_rows(name: str) -> None:
+    """Would catch: a padded row that reads beyond the table, real rows that read something else, an island."""
+    torch._dynamo.reset()
+    tgb.reset()
+    torch.manual_seed(0)
+    plan = one_segment(check_calls(Positions(LOOKED_UP[name]).eval(), calls(), compiled_kwargs=LADDER))
+    assert "padded rows look up what the last real row looks up" in plan.repairs(), plan
+
+
+def diagonals(m: Between, h: Tensor) -> Tensor:
+    """Row ``t`` writes places ``t + j``: padded rows would write beyond the last place, whatever ``j`` is."""
+    n = h.shape[0]
+    places = torch.arange(n)[:, None] + torch.arange(n)[None, :]
+    return h + torch.zeros(n, 13).scatter(1, places, h @ h.t())[:, :H]
+
+
+def test_a_write_that_leaves_its_memory_in_padded_rows() -> None:
+    """Would catch indices that are repeated along one of two padded dimensions and taken for valid in both."""
+    run(diagonals, calls((7, 6, 7, 6, 5, 7)), tolerance=1e-4)
+
+
+def test_a_look_up_that_eager_refuses_is_refused() -> None:
+    """Would catch a repair that hides an invalid index of a real row."""
+    model = Positions(LOOKED_UP["embedding of a buffer"]).eval()
+    model.ids[5] = 7
+    compiled = torch.compile(model, backend="bcg", **LADDER)
+    with torch.no_grad():
+        for (x,) in calls((5, 4, 5, 3, 5)):
+            torch.testing.assert_close(compiled(x), model(x))
+        for run_it in (model, compiled):
+            with pytest.raises(IndexError):
+                run_it(*calls((6,))[0])
+        for (x,) in calls((5, 4)):
+            torch.testing.assert_close(compiled(x), model(x))
+    assert tgb.stats(model).replays >= 3
 
 
 # -- writes ------------------------------------------------------------------------------------------------------------
