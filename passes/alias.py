@@ -170,10 +170,28 @@ def resolve_inplace_results(graph: Graph) -> None:
             node.replace_all_uses_with(written[0])
 
 
+#: Libraries of operations in which all ranks of a process group take part.
+_COLLECTIVES = frozenset({
+    "c10d", "c10d_functional", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem",
+})  # fmt: skip
+
+
+def is_collective(target: Any) -> bool:
+    """Whether ranks must call an operation together, in one order."""
+    return isinstance(target, OpOverload) and target.namespace in _COLLECTIVES
+
+
+def is_wait(node: Node) -> bool:
+    """The second half of an asynchronous collective. It depends on the first alone: kept in the order of effects, an
+    operation between the two could pull them into two regions, and what runs between regions may use memory again
+    that the collective still reads."""
+    return is_collective(node.target) and node.target.overloadpacket.__name__ == "wait_tensor"  # type: ignore[union-attr]
+
+
 def has_hidden_effects(node: Node) -> bool:
     """Operations outside ATen may read or change state that no schema shows: they keep their order."""
     target = node.target
-    if node.op != "call_function" or target is operator.getitem:
+    if node.op != "call_function" or target is operator.getitem or is_wait(node):
         return False
     if isinstance(target, OpOverload):
         return target.namespace not in ("aten", "prims") or not target._schema.returns
@@ -313,9 +331,10 @@ def _memory_order(
             wrote.add(RANDOM)
         writes_caller = bool(wrote & caller)
         before: dict[Node, None] = {}
-        if is_effect(node):
+        effect = is_effect(node) and not is_wait(node)
+        if effect:
             wrote |= {EFFECTS, RANDOM}
-        if is_effect(node) or may_raise(node):
+        if effect or (may_raise(node) and not is_wait(node)):
             before.update(dict.fromkeys(caller_writes))
             raisers.append(node)
         if writes_caller:

@@ -1,8 +1,9 @@
 """Capture-safety: may this node be recorded at all, whatever its sizes? ``capture_reason(node) -> Reason | None``.
 
-An allow-list: ATen ops that the padding rules know (``is_known``), on one device, with plain strided tensors, whose
-result depends on no tensor data for its shape, draws no random numbers and returns no Python value. Everything else
-runs eagerly, with a reason. A registered break op is refused before anything else is asked.
+An allow-list: ATen ops that the padding rules know (``is_known``), and operations of other libraries that the user
+declared, on one device, with plain strided tensors, which read no tensor data on the host (``host_reads``), draw no
+random numbers and return no Python value. Everything else runs eagerly, with a reason. A registered break op is refused
+before anything else is asked.
 """
 
 from __future__ import annotations
@@ -14,25 +15,13 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .alias import hidden_writes, is_random, is_tensor_value
+from .alias import hidden_writes, is_collective, is_random, is_tensor_value
+from .host_reads import host_read
 from .padding import is_known
+from .padding_rules_declared import is_capture_safe
 from .padding_rules_table import refusal
 from .reasons import Reason
 from .torch_api import FakeTensor, HigherOrderOperator, OpOverload, free_unbacked_symbols
-
-aten = torch.ops.aten
-_BOOL_INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
-
-#: Ops that ask for a host value or a device synchronisation without saying so by a tag.
-_SYNCS = {aten.masked_select.default, aten.nonzero.default, aten.equal.default, aten.is_nonzero.default}
-
-#: Their CUDA kernels take the value from the device to the host (``value.item()``): no recording survives that.
-_VALUE_ON_HOST = {
-    aten.masked_fill.Tensor,
-    aten.masked_fill_.Tensor,
-    aten.index_fill.int_Tensor,
-    aten.index_fill_.int_Tensor,
-}
 
 BreakPredicate = Callable[[Node], "Reason | None"]
 
@@ -66,7 +55,7 @@ def capture_reason(node: Node, device: torch.device, is_break: BreakPredicate) -
     """Why ``node`` must not be recorded on ``device``; ``None`` if it may."""
     if node.target is operator.getitem:
         return None  # follows its tuple
-    return is_break(node) or _kind_reason(node) or _data_reason(node) or _tensor_reason(node, device)
+    return is_break(node) or _kind_reason(node) or _data_reason(node, device) or _tensor_reason(node, device)
 
 
 def _kind_reason(node: Node) -> Reason | None:
@@ -77,32 +66,31 @@ def _kind_reason(node: Node) -> Reason | None:
         return Reason("higher-order-op", f"{name} runs whole, eagerly")
     if not isinstance(target, OpOverload):
         return Reason("unknown-op", f"{name} is not a PyTorch operator")
-    if target.namespace not in ("aten", "prims") and not is_known(target):
-        fix = "declare it with declare_row_local, or write it with PyTorch operations, if it is to be captured"
+    if is_collective(target):
+        return Reason("collective", f"{name} is a collective among ranks")
+    if target.namespace not in ("aten", "prims") and not (is_known(target) or is_capture_safe(target)):
+        fix = "declare it with declare_row_local (or declare_capture_safe), or write it with PyTorch operations"
         return Reason(
             "unknown-op", f"{name} belongs to library {target.namespace!r}, whose kernels are unknown", fix=fix
         )
     return None
 
 
-def _data_reason(node: Node) -> Reason | None:
+def _data_reason(node: Node, device: torch.device) -> Reason | None:
     target, name, value = node.target, name_of(node), node.meta.get("val")
     assert isinstance(target, OpOverload)
     if hidden_writes(node):
         return Reason("unknown-op", f"{name} updates running statistics, which its schema does not say")
     if is_random(node):
         return Reason("random", f"{name} draws random numbers")
-    if target in _BOOL_INDEXED:
-        indices = [i for i in node.args[1] if isinstance(i, Node)]  # type: ignore[union-attr]
-        if any(i.meta["val"].dtype in (torch.bool, torch.uint8) for i in indices):
-            return Reason("data-dependent", f"{name} with a boolean mask: the number of rows depends on data")
-    elif {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(target.tags) or target in _SYNCS:
-        return Reason("data-dependent", f"{name} reads tensor data on the host")
+    reads = host_read(node, device)
+    if reads is not None:
+        return reads
     if not is_tensor_value(value) and not target._schema.is_mutable:
         return Reason("python-value", f"{name} returns {type(value).__name__}, not a tensor")
     if any(free_unbacked_symbols(t) for t in tensors_of(value)):
         return Reason("data-dependent", f"{name} has a size that depends on data")
-    if not is_known(target):
+    if not is_known(target) and not is_capture_safe(target):
         why = refusal(target)
         return Reason("unknown-op", f"{name} {why or 'is not in the table of operations known to be safe'}")
     return None
@@ -110,8 +98,6 @@ def _data_reason(node: Node) -> Reason | None:
 
 def _tensor_reason(node: Node, device: torch.device) -> Reason | None:
     name = name_of(node)
-    if device.type != "cpu" and node.target in _VALUE_ON_HOST:
-        return Reason("data-dependent", f"{name} reads its value on the host", fix="pass a number, or use torch.where")
     mine, theirs = (
         tensors_of(node.meta.get("val")),
         [t for a in node.all_input_nodes for t in tensors_of(a.meta.get("val"))],

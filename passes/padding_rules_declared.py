@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch._ops import OpOverload
+
 from .layout import INDEPENDENT, Layout
 from .padding_rules_base import Call, Entry, Operand, RefusedError, content, for_outputs
 
-__all__ = ["DECLARED", "PROMISED", "RowLocal", "declared_entry", "is_promised"]
+__all__ = ["CAPTURE_SAFE", "DECLARED", "PROMISED", "RowLocal", "declared_entry", "is_capture_safe", "is_promised"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ class RowLocal:
 
 #: Declared operations by ``library::name`` or ``library::name.overload``.
 DECLARED: dict[str, RowLocal] = {}
+#: Operations of which a recording may be made, by name as in ``DECLARED``.
+CAPTURE_SAFE: dict[str, None] = {}
 #: Names of integer arguments whose entries are valid, non-negative indices.
 PROMISED: dict[str, None] = {}
 
@@ -36,6 +40,12 @@ PROMISED: dict[str, None] = {}
 def is_promised(source: str) -> bool:
     """Whether an argument, by Dynamo's name for it (``L['idx']``, ``L['self'].idx``), was promised."""
     return any(source == name or source == f"L['{name}']" or source.endswith(f".{name}") for name in PROMISED)
+
+
+def is_capture_safe(op: OpOverload) -> bool:
+    """Whether an operation of another library was declared capture-safe."""
+    name = str(op._schema.name)
+    return name in CAPTURE_SAFE or f"{name}.{op._overloadname or 'default'}" in CAPTURE_SAFE
 
 
 def declared_entry(qualified: str) -> Entry | None:

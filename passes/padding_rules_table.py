@@ -15,7 +15,7 @@ from . import (  # noqa: F401  (importing a rule file registers its rules)
     padding_rules_shape,
 )
 from .padding_rules_base import RULES, Entry, RefusedError
-from .padding_rules_declared import declared_entry
+from .padding_rules_declared import declared_entry, is_capture_safe
 from .padding_rules_pointwise import pointwise
 from .padding_rules_reduction import reduction
 
@@ -132,4 +132,5 @@ def unknown(op: object) -> RefusedError:
     why = refusal(op) if isinstance(op, OpOverload) and op.namespace == "aten" else None
     if why is not None:
         return RefusedError(why, "unknown-op")
-    return RefusedError("no padding rule is known for this operation", "unknown-op")
+    fix = "declare it with declare_row_local" if isinstance(op, OpOverload) and is_capture_safe(op) else ""
+    return RefusedError("no padding rule is known for this operation", "padding" if fix else "unknown-op", fix)

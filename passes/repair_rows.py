@@ -121,7 +121,7 @@ def _valid(e: Editor, index: Any) -> Any:
 
 @repairs("embedding", "index_select", "gather", "take_along_dim", "index")
 def look_up(e: Editor, node: Node) -> None:
-    """Entries of a table by indices that may be beyond it in padded rows (``table[arange(s)]``, a slice of a buffer)."""
+    """Entries of a table by indices that may be beyond it in padded rows (``arange``, a slice of a buffer)."""
     assert isinstance(node.target, OpOverload)
     names = [a.name for a in node.target._schema.arguments]
     key = "indices" if "indices" in names else "index"

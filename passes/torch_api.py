@@ -36,6 +36,7 @@ __all__ = [
     "PythonPrinter",
     "StorageWeakRef",
     "TracingContext",
+    "all_operations",
     "allocate_to_pool",
     "backend_of",
     "below_autograd",
@@ -236,6 +237,11 @@ def below_autograd(op: OpOverload, keyset: Any, args: Sequence[Any], kwargs: dic
     """Go on with a call of ``op`` under autograd: what a kernel for the key ``Autograd`` does that records nothing."""
     with torch._C._AutoDispatchBelowAutograd():
         return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+
+
+def all_operations() -> list[str]:
+    """The names of all operators that exist, such as ``"aten::add.Tensor"``."""
+    return list(torch._C._dispatch_get_all_op_names())
 
 
 def destroy_library(library: torch.library.Library) -> None:

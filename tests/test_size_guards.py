@@ -1,4 +1,4 @@
-"""Guards on a bucketed size that exclude the rungs of its ladder: a neighbour serves, and nothing runs at a wrong size."""
+"""Guards on a bucketed size that exclude the rungs of its ladder: a neighbour serves."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ def buckets() -> set[int]:
 def test_a_guard_that_excludes_every_rung() -> None:
     """Would catch a graph that records each exact size by itself, or that runs at a size of the other branch."""
     sizes = (13, 9, 11, 10, 20, 18, 23, 21, 13, 12, 19, 22)
-    report = check_calls(Branches().eval(), calls(*sizes), compiled_kwargs={"dynamic": True, "options": {"buckets": [16, 24]}})
+    report = check_calls(
+        Branches().eval(), calls(*sizes), compiled_kwargs={"dynamic": True, "options": {"buckets": [16, 24]}}
+    )
     assert buckets() == {15, 23}
     assert report.stats.recordings == 2
 

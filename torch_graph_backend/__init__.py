@@ -7,8 +7,10 @@ from torch_graph_backend.backend import bcg, close, reset
 from torch_graph_backend.break_ops import Registered, break_op, break_ops, register_break_op, unregister_break_op
 from torch_graph_backend.debug import debug_dir
 from torch_graph_backend.declare import (
+    declare_capture_safe,
     declare_indices,
     declare_row_local,
+    undeclare_capture_safe,
     undeclare_indices,
     undeclare_row_local,
 )
@@ -42,6 +44,7 @@ __all__ = [
     "close",
     "current_step",
     "debug_dir",
+    "declare_capture_safe",
     "declare_indices",
     "declare_row_local",
     "explain",
@@ -50,6 +53,7 @@ __all__ = [
     "register_break_op",
     "reset",
     "stats",
+    "undeclare_capture_safe",
     "undeclare_indices",
     "undeclare_row_local",
     "unregister_break_op",

@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 from torch_graph_backend import debug, registry
 from torch_graph_backend.break_ops import break_predicate
 from torch_graph_backend.config import Config
+from torch_graph_backend.declare import report_unmatched
 from torch_graph_backend.device_state import cleanup_all, state_of
 from torch_graph_backend.errors import StrictModeError
 from torch_graph_backend.ledger import log
@@ -139,6 +140,7 @@ class _Compiler:
         if self.graph.reason is not None:
             log.info("%s: not captured: %s", self.name, self.graph.reason)
         self.is_break.report(self.name)
+        report_unmatched()
         graph, proxy = self.graph, weakref.proxy(self.graph)
         self.graph = proxy  # type: ignore[assignment]  # no cycle: a graph goes when Dynamo drops it
         graph.unpin = self.unpin  # type: ignore[method-assign]

@@ -11,9 +11,15 @@ from typing import Any
 
 import torch
 
-from torch_graph_backend.errors import DeclarationError
-from torch_graph_backend.passes.padding_rules_declared import DECLARED, PROMISED, RowLocal
-from torch_graph_backend.passes.torch_api import OpOverload, OpOverloadPacket
+from torch_graph_backend.errors import DeclarationError, nearest
+from torch_graph_backend.ledger import log
+from torch_graph_backend.passes.alias import is_collective
+from torch_graph_backend.passes.host_reads import TAGS
+from torch_graph_backend.passes.padding_rules_declared import CAPTURE_SAFE, DECLARED, PROMISED, RowLocal
+from torch_graph_backend.passes.torch_api import OpOverload, OpOverloadPacket, all_operations
+
+#: Declared names of which it was said already that there is no such operation.
+_reported: set[str] = set()
 
 
 def declare_row_local(op: Any, *, dims: int = 1, rows: Iterable[str] | None = None) -> Any:
@@ -32,14 +38,13 @@ def declare_row_local(op: Any, *, dims: int = 1, rows: Iterable[str] | None = No
     Raises ``DeclarationError`` (BCG311) for ATen operations, for operations that change an argument or draw random
     numbers, and for names in ``rows`` that are no tensor arguments (if the operation exists already).
     """
-    name = _name_of(op)
-    if name.startswith(("aten::", "prims::")):
-        raise DeclarationError(name, "is PyTorch's own, and its rule cannot be overridden")
+    name = _foreign(op)
     if not isinstance(dims, int) or isinstance(dims, bool) or dims < 1:
         raise DeclarationError(name, f"dims={dims!r} is not a positive number of leading dimensions")
     chosen = None if rows is None else tuple([rows] if isinstance(rows, str) else rows)
     for overload in _overloads(name):
-        _check(name, overload, chosen)
+        _check_recordable(name, overload)
+        _check_rows(name, overload, chosen)
     DECLARED[name] = RowLocal(dims, chosen)
     return op
 
@@ -48,6 +53,36 @@ def undeclare_row_local(op: Any) -> None:
     """Undo ``declare_row_local``. Raises ``DeclarationError`` if it was not declared."""
     name = _name_of(op)
     if DECLARED.pop(name, None) is None:
+        raise DeclarationError(name, "is not declared")
+
+
+def declare_capture_safe(op: Any) -> Any:
+    """Declare that a custom operation may be recorded and replayed. Returns ``op``.
+
+    ``op``: as for ``declare_row_local``. The promise: whatever its arguments hold, the operation
+
+    * launches the same kernels on the same memory: no synchronisation, no copy between devices or from host memory, no
+      shape, Python value or branch that depends on data, no random number;
+    * reads nothing and changes nothing but what its schema says, and allocates with PyTorch's allocator alone.
+
+    An argument that its schema marks as changed may be changed. The promise says nothing about padding: the operation
+    is captured where no padded size occurs in its arguments and results (at a fixed size, say), and with
+    ``declare_row_local`` also where one does. Elsewhere it runs eagerly, with the reason ``padding``.
+
+    Raises ``DeclarationError`` (BCG311) for ATen operations and collectives, for operations that PyTorch tags as data
+    dependent, and for those that draw random numbers.
+    """
+    name = _foreign(op)
+    for overload in _overloads(name):
+        _check_recordable(name, overload)
+    CAPTURE_SAFE[name] = None
+    return op
+
+
+def undeclare_capture_safe(op: Any) -> None:
+    """Undo ``declare_capture_safe``. Raises ``DeclarationError`` if it was not declared."""
+    name = _name_of(op)
+    if CAPTURE_SAFE.pop(name, name) is not None:
         raise DeclarationError(name, "is not declared")
 
 
@@ -69,6 +104,31 @@ def undeclare_indices(*names: str) -> None:
     for name in names:
         if PROMISED.pop(name, name) is not None:
             raise DeclarationError(repr(name), "is not declared")
+
+
+def report_unmatched() -> None:
+    """Say once of every declared name that no operation has it, although its library is loaded."""
+    missing = [n for n in (*DECLARED, *CAPTURE_SAFE) if n not in _reported and not _overloads(n)]
+    for name in missing:
+        known = {n.partition(".")[0] for n in _names_in(name.partition("::")[0])}
+        if known:
+            _reported.add(name)
+            close = nearest(name.partition(".")[0], known)
+            hint = f"; did you mean {close!r}?" if close else ""
+            log.warning("%s was declared, but there is no such operation%s", name, hint)
+
+
+def _names_in(library: str) -> list[str]:
+    """The operations of a library that exist by now."""
+    return [n for n in all_operations() if n.startswith(f"{library}::")]
+
+
+def _foreign(op: Any) -> str:
+    """The name of an operation about which something can be declared."""
+    name = _name_of(op)
+    if name.startswith(("aten::", "prims::")):
+        raise DeclarationError(name, "is PyTorch's own, and its rule cannot be overridden")
+    return name
 
 
 def _name_of(op: Any) -> str:
@@ -96,11 +156,18 @@ def _overloads(name: str) -> list[OpOverload]:
     return [getattr(packet, o) for o in packet.overloads() if not wanted or o == wanted]
 
 
-def _check(name: str, op: OpOverload, rows: tuple[str, ...] | None) -> None:
-    if op._schema.is_mutable:
-        raise DeclarationError(name, "changes an argument", fix="return the result as a new tensor")
+def _check_recordable(name: str, op: OpOverload) -> None:
+    if is_collective(op):
+        raise DeclarationError(name, "is a collective, and ranks may pad to different sizes")
+    if TAGS & set(op.tags):
+        raise DeclarationError(name, "is tagged as data dependent, so that a recording would freeze what it read")
     if torch.Tag.nondeterministic_seeded in op.tags:
         raise DeclarationError(name, "draws random numbers, which depend on the padded shape")
+
+
+def _check_rows(name: str, op: OpOverload, rows: tuple[str, ...] | None) -> None:
+    if op._schema.is_mutable:
+        raise DeclarationError(name, "changes an argument", fix="return the result as a new tensor")
     tensors = [a.name for a in op._schema.arguments if "Tensor" in str(a.type)]
     for row in rows or ():
         if row not in tensors:
