@@ -26,6 +26,7 @@ from torch_graph_backend.ledger import log
 from torch_graph_backend.passes.alias import has_hidden_effects, is_random
 from torch_graph_backend.passes.classify import Classified, classify
 from torch_graph_backend.passes.hoist import hoist
+from torch_graph_backend.passes.host_scalars import host_scalars
 from torch_graph_backend.passes.normalize import NormalGraph, NormaliseError, normalise
 from torch_graph_backend.passes.reasons import Reason
 from torch_graph_backend.passes.repair import repair
@@ -158,7 +159,7 @@ class _Compiler:
             raise NormaliseError(unread)
         device = _device(normal)
         views = self.config.outputs == "view"
-        normal = hoist(normal, device, self.is_break)
+        normal = host_scalars(hoist(normal, device, self.is_break), device, self.is_break)
         kernels = self.config.min_segment_kernels
 
         def judge(graph: NormalGraph) -> Classified:

@@ -61,7 +61,7 @@ class Entry:
         exact = frozenset(s.symbol for s in plan.symbols if s.kind == "exact")
         specs = [*(s.spec for s in plan.slots), *(b.spec for b in plan.bridges)]
         layouts = [(*buffer_strides(spec, bucket, exact), spec.dtype) for spec in specs]
-        self.lease = state.arena.take([*layouts, *(((), (), torch.int64) for _ in plan.counts)])
+        self.lease = state.arena.take([*layouts, *(((), (), c.dtype) for c in plan.counts)])
         self.slots = list(self.lease.buffers[: len(plan.slots)])
         self.bridges = list(self.lease.buffers[len(plan.slots) : len(specs)])
         self.counts = list(self.lease.buffers[len(specs) :])
@@ -128,16 +128,16 @@ class Entry:
         """Whether a segment changes a tensor made under inference mode: only inference mode may do that."""
         return any(args[i].is_inference() for i in self.plan.mutated)
 
-    def write_counts(self, sizes: Sizes) -> None:
-        """Tell repaired operations the real sizes: one small kernel each, no copy from the host."""
+    def write_counts(self, sizes: Sizes, args: Sequence[Any]) -> None:
+        """Tell operations the real sizes, and numbers of the caller's: one small kernel each, no copy from the host."""
         for buffer, count in zip(self.counts, self.plan.counts, strict=True):
-            buffer.fill_(sizes[count.symbol])
+            buffer.fill_(args[count.arg].item() if count.symbol is None else sizes[count.symbol])
 
     def warm_up(self, args: Sequence[Any]) -> None:
         """Run the segments alone, on zeros: kernels are loaded and chosen. Changes what the segments change."""
         for buffer in self.lease.buffers:
             buffer.zero_()
-        self.write_counts(self.bucket)
+        self.write_counts(self.bucket, args)
         values: dict[str, Any] = {}
         for step in self.plan.segments:
             values.update(zip(step.outputs, self.run_segment(step, args, values), strict=True))

@@ -65,7 +65,7 @@ class Frame:
 
     def fill(self, args: Sequence[Any]) -> None:
         """Write every slot, real rows from the caller's arguments and tails from row 0; and every count."""
-        self.entry.write_counts(self.sizes)
+        self.entry.write_counts(self.sizes, args)
         self.slot_filler.fill([args[i] for i in self.slot_args])
 
     def segment(self, index: int) -> list[torch.Tensor]:

@@ -60,10 +60,13 @@ class Slot:
 
 @dataclass(frozen=True)
 class Count:
-    """A static int64 tensor of one element that holds the real size of a bucketed symbol: filled with the slots."""
+    """A static tensor of one element, filled with the slots: the real size of a bucketed symbol, or the number that
+    argument ``arg``, a CPU tensor without dimensions, holds."""
 
     name: str
-    symbol: sympy.Symbol
+    symbol: sympy.Symbol | None
+    arg: int = -1
+    dtype: torch.dtype = torch.int64
 
 
 @dataclass(frozen=True)
@@ -153,8 +156,8 @@ class Plan:
     """Ordered steps and the memory between them. ``pinned`` are arguments read in place (compared by address);
     ``mutated`` those of them that segments change. ``conditions`` on sizes must hold at the bucket. ``reason`` is set
     if nothing is captured. ``held``: captured values whose memory the caller gets to see (``outputs="view"``).
-    ``counts``: the real sizes that repaired operations read on the device. ``hoisted``: operations on Python values
-    alone, whose results are constants of the plan."""
+    ``counts``: the real sizes, and other numbers, that operations read on the device. ``hoisted``: operations on Python
+    values alone, whose results are constants of the plan."""
 
     name: str
     device: torch.device

@@ -203,6 +203,10 @@ class _Builder:
         if "real_size" in value.meta:
             self.counts.setdefault(value, Count(value.name, value.meta["real_size"]))
             return Ref("count", list(self.counts).index(value))
+        if "host_copy" in value.meta:
+            count = Count(value.name, None, value.meta["host_copy"], value.meta["val"].dtype)
+            self.counts.setdefault(value, count)
+            return Ref("count", list(self.counts).index(value))
         version = self.version(value, reader)
         if not captured:
             return self.read_eagerly(value, version)

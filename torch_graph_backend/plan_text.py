@@ -33,9 +33,13 @@ def plan_text(plan: Plan, reasons: bool = True) -> str:
     )
     if plan.hoisted:
         lines.append(f"  hoisted: {plan.hoisted} operations on Python values alone are constants of the plan")
-    if plan.counts:
+    sizes = [c.name for c in plan.counts if c.symbol is not None]
+    if sizes:
         found = ", ".join(f"{n} x {how}" for how, n in plan.repairs().most_common())
-        lines.append(f"  repaired: {found}; real sizes on the device: {', '.join(c.name for c in plan.counts)}")
+        lines.append(f"  repaired: {found}; real sizes on the device: {', '.join(sizes)}")
+    numbers = dict.fromkeys(plan.placeholders[c.arg] for c in plan.counts if c.symbol is None)
+    if numbers:
+        lines.append(f"  numbers of the caller's, read on the device: {', '.join(numbers)}")
     lines += _steps(plan)
     if reasons:
         lines += _reasons(plan)
