@@ -86,6 +86,45 @@ def test_both_forms_with_changing_sizes(form: Callable[..., Any]) -> None:
     check_calls(Shard(form).eval(), args, compiled_kwargs={"dynamic": True, "options": {"buckets": [4, 12]}})
 
 
+class Returns(nn.Module):
+    """Hands out what Python values alone determine: as made, a view of it, and what was computed with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(H, H), nn.Linear(H, H)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        literal, steps = torch.tensor([3.0, 4.0], device=x.device), torch.arange(H, device=x.device)
+        kept = torch.full((H,), 0.5, device=x.device)
+        return self.second(self.first(x) * kept * literal[0] + steps), literal, steps[2:], kept, torch.ones(3)
+
+
+@pytest.mark.parametrize("form", [staged, on_device, None])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_what_is_returned_is_the_callers_own(form: Callable[..., Any] | None, dynamic: bool, device: str) -> None:
+    """Would catch a constant of the plan that the caller gets, and changes for all calls to come."""
+    fresh()
+    model = (Returns() if form is None else Shard(form)).eval().to(device)
+    options = {"buckets": [4, 12], "min_segment_kernels": 1}
+    compiled = torch.compile(model, backend="bcg", dynamic=dynamic, options=options)
+    kept: list[tuple[Tensor, Tensor]] = []
+    with torch.no_grad():
+        for batch in (2, 3, 2, 2, 3, 3, 4, 2):
+            x, image = torch.randn(batch, LOCAL, H, device=device), torch.randn(IMAGE, 3, device=device)
+            args = (x,) if form is None else (x, image)
+            got, want = (torch.utils._pytree.tree_leaves(f(*args)) for f in (compiled, model))
+            for a, b in zip(got, want, strict=True):
+                if not isinstance(b, Tensor):
+                    assert a == b
+                    continue
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+                a.sub_(7)
+                kept.append((a, b - 7))
+        for a, b in kept:  # nor does a later call write to it
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert tgb.stats(model).replays >= 4
+
+
 def run(function: Callable[..., Any], calls: int = 4, **kwargs: Any) -> Any:
     fresh()
     w = torch.randn(H, H)
