@@ -42,14 +42,14 @@ EVERYWHERE: dict[str, str] = {
     **dict.fromkeys(
         ("linspace.Tensor_Tensor", "linspace.Tensor_Scalar", "linspace.Scalar_Tensor", "logspace.Tensor_Tensor",
          "logspace.Tensor_Scalar", "logspace.Scalar_Tensor"), "it reads the ends of the range"),
-    **dict.fromkeys(("_assert_scalar", "_assert_async", "_functional_assert_async", "_functional_assert_scalar"),
+    **dict.fromkeys(("_assert_scalar", "_functional_assert_scalar"),
                     "it checks a value"),
     **dict.fromkeys(
         ("linalg_cholesky", "cholesky", "linalg_inv", "inverse", "linalg_solve", "linalg_tensorsolve",
          "linalg_tensorinv", "linalg_lu_factor", "linalg_ldl_factor", "linalg_eig", "linalg_eigvals", "linalg_eigh",
          "_linalg_eigh", "linalg_eigvalsh", "linalg_svd", "_linalg_svd", "linalg_svdvals", "svd", "linalg_lstsq",
-         "linalg_pinv", "pinverse", "linalg_matrix_rank", "linalg_cond", "linalg_matrix_power", "matrix_power",
-         "nuclear_norm", "linalg_matrix_norm", "cholesky_inverse"), _ERRORS),
+         "linalg_pinv", "pinverse", "linalg_matrix_rank", "linalg_cond", "matrix_power",
+         "linalg_matrix_power"), _ERRORS),
     **dict.fromkeys(("linalg_matrix_exp", "matrix_exp"), "it sorts matrices by their norms"),
     **dict.fromkeys(("histc", "histogram", "histogramdd"), "it looks for the smallest and the largest entry"),
     **dict.fromkeys(("_fused_moving_avg_obs_fq_helper", "_fused_moving_avg_obs_fq_helper_functional"),

@@ -25,7 +25,7 @@ from .capturable import BreakPredicate
 from .cleanup import drop_dead
 from .normalize import NormalGraph
 from .symbols import expr_of
-from .torch_api import OpOverload, enable_python_dispatcher
+from .torch_api import FakeTensor, OpOverload, enable_python_dispatcher
 
 aten = torch.ops.aten
 
@@ -157,7 +157,7 @@ class _Editor:
     def number(self, node: Node) -> bool:
         """An operation on a tensor and a number."""
         named = arguments(node)
-        x, other, dtype = named.get("self"), named.get("other", named.get("value")), node.meta["val"].dtype
+        x, other, dtype = named.get("self"), named.get("other"), node.meta["val"].dtype
         if not isinstance(x, Node) or not isinstance(other, Node) or isinstance(other.meta.get("val"), torch.Tensor):
             return False
         if named.get("alpha", 1) != 1:
@@ -166,9 +166,9 @@ class _Editor:
             return self.compared(node, x, other)
         if dtype in _HALF:
             return self.in_single(node, x, other)
-        if dtype not in (*_SINGLE, *_WHOLE):
+        if dtype not in (*_SINGLE, torch.int64):
             return False
-        if dtype in _WHOLE and not isinstance(other.meta["val"], (int, torch.SymInt)):
+        if dtype is torch.int64 and not isinstance(other.meta["val"], (int, torch.SymInt)):
             return False
         number = self.on_device(other, dtype)
         if number is None:
@@ -177,8 +177,6 @@ class _Editor:
             return self.put(node.target, x, number)
         if node.target is aten.rsub.Scalar:
             return self.put(aten.sub.Tensor, number, x)
-        if node.target is aten.masked_fill.Scalar:
-            return self.put(aten.where.self, named["mask"], number, x)
         return False
 
     def compared(self, node: Node, x: Node, other: Node) -> bool:
@@ -239,6 +237,8 @@ class _Editor:
 
         def fake(a: Any) -> Any:
             found = a.meta["val"] if isinstance(a, Node) else a
+            if isinstance(found, torch.Tensor) and not isinstance(found, FakeTensor):  # a constant
+                found = self.normal.fake_mode.from_tensor(found, static_shapes=True)  # type: ignore[union-attr]
             return found.clone() if copies and isinstance(found, torch.Tensor) else found
 
         return self.value(target, [fake(a) for a in args], {k: fake(a) for k, a in kwargs.items()})

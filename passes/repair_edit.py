@@ -113,7 +113,7 @@ class Editor:
         def fake(a: Any) -> Any:
             found = a.meta["val"] if isinstance(a, Node) else a
             if isinstance(found, torch.Tensor) and not isinstance(found, FakeTensor):  # a constant
-                found = self.normal.fake_mode.from_tensor(found)  # type: ignore[union-attr]
+                found = self.normal.fake_mode.from_tensor(found, static_shapes=True)  # type: ignore[union-attr]
             return found.clone() if copies and isinstance(found, torch.Tensor) else found
 
         with ExitStack() as stack:

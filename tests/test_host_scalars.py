@@ -46,7 +46,6 @@ USES: dict[str, Callable[[Tensor, float], Tensor]] = {
     "quotient": lambda h, f: h / f,
     "in place": in_place,
     "comparison": lambda h, f: torch.where(h > f, h, -h),
-    "masked fill": lambda h, f: h.masked_fill(h > 0, f),
     "computed": lambda h, f: h * (f * 2 + 1) - (1 + f / 3),
     "twice": lambda h, f: (h * f).square() * f,
     "an integer tensor": lambda h, f: h * ((h * 4).long() * f),
@@ -55,11 +54,25 @@ USES: dict[str, Callable[[Tensor, float], Tensor]] = {
 }
 #: There is no form with a tensor that gives the same.
 LEFT: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "masked fill": lambda h, f: h.masked_fill(h > 0, f),  # which raises for a number that does not fit
     "power": lambda h, f: h.abs() ** f,
     "scaled sum": lambda h, f: torch.add(h, h, alpha=f),
     "a new tensor": lambda h, f: h + torch.full((H,), f, device=h.device),
     "a reversed quotient": lambda h, f: h * (2 / f),
 }
+
+
+def test_numbers_that_do_not_fit(device: str) -> None:
+    """Would catch a fill that raises where the arithmetic gives infinity, and numbers that are rounded twice."""
+    torch._dynamo.reset()
+    model = Scaled(lambda h, f: (h * f).clamp(-9, 9) + (h > f) + f / h.abs().clamp(1)).eval().to(device)
+    compiled = torch.compile(model, backend="bcg", **LADDER)
+    with torch.no_grad():
+        for number in (0.5, 1e300, -1e300, float("inf"), float("nan"), 1e-300, 16777217.0, 0.1):
+            model.number = number
+            x = torch.randn(5, H, device=device)
+            compare(compiled(x), model(x), f"{number}", tolerance=1e-5)
+    assert tgb.stats(model).replays > 0
 
 
 def check(model: Scaled, device: str = "cpu", dtype: torch.dtype = torch.float32, exact: bool = True) -> Any:
@@ -135,6 +148,26 @@ def test_a_scalar_that_the_caller_passes(device: str) -> None:
             torch.testing.assert_close(compiled(x, w, t), step(x, w, t), rtol=1e-5, atol=1e-5)
     plan = tgb.plans(compiled)[-1]
     assert len(plan.steps) == 1, plan
+    assert tgb.stats(compiled).replays > 0
+
+
+def test_an_integer_that_is_read() -> None:
+    """A position in a tensor, read on the host and used as a number: in no key, and never frozen."""
+
+    def step(x: Tensor, w: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        number = k.item()
+        return (x @ w + number) @ w, torch.arange(H) + number
+
+    w = torch.randn(H, H)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True), torch.no_grad(), poisoned():
+        compiled = torch.compile(step, backend="bcg", options={"buckets": [8], "min_segment_kernels": 1})
+        for k, n in enumerate(SIZES):
+            x, at = torch.randn(n, H), torch.tensor(10**9 + k)
+            torch._dynamo.maybe_mark_dynamic(x, 0)
+            compare(compiled(x, w, at), step(x, w, at), f"call {k}")
+    plan = tgb.plans(compiled)[-1]
+    assert len(plan.steps) == 1, plan
+    assert {c.dtype for c in plan.counts} == {torch.float32, torch.int64}
     assert tgb.stats(compiled).replays > 0
 
 

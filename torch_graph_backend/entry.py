@@ -131,7 +131,10 @@ class Entry:
     def write_counts(self, sizes: Sizes, args: Sequence[Any]) -> None:
         """Tell operations the real sizes, and numbers of the caller's: one small kernel each, no copy from the host."""
         for buffer, count in zip(self.counts, self.plan.counts, strict=True):
-            buffer.fill_(args[count.arg].item() if count.symbol is None else sizes[count.symbol])
+            if count.symbol is not None:
+                buffer.fill_(sizes[count.symbol])
+            else:  # rounded as kernels round a number: beyond the largest float is infinity, where ``fill_`` raises
+                buffer.fill_(args[count.arg].to(count.dtype).item())
 
     def warm_up(self, args: Sequence[Any]) -> None:
         """Run the segments alone, on zeros: kernels are loaded and chosen. Changes what the segments change."""
