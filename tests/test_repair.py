@@ -85,6 +85,7 @@ COUNTED: dict[str, Callable[..., Tensor]] = {
     "masked fill": lambda m, h: h.masked_fill(h > 0.3, h.shape[0]),
     "fill": lambda m, h: h + torch.full((H,), h.shape[0]),
     "scalar": lambda m, h: h + torch.scalar_tensor(h.shape[0]),
+    "constant": lambda m, h: h + torch.arange(H) * h.shape[0],
     "counters": bump,
 }
 
