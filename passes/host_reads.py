@@ -82,6 +82,8 @@ def host_read(node: Node, device: torch.device) -> Reason | None:
     why = _listed(EVERYWHERE, op, name)
     if why is None and device.type != "cpu":
         why = _listed(ON_DEVICES, op, name)
+    if name == "histc" and arguments(node).get("min", 0) != arguments(node).get("max", 0):
+        why = None  # the range is given
     if why is None and name in ("searchsorted", "bucketize") and arguments(node).get("sorter") is not None:
         why = "it checks the order that it is given"
     if why is not None:

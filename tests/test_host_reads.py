@@ -118,6 +118,14 @@ def test_an_order_that_is_checked() -> None:
     assert code(call(op, CPU, x, x, sorter=order), CPU) == "data-dependent"
 
 
+def test_a_range_that_is_given() -> None:
+    """``histc`` looks for the range only if it is told none."""
+    op = torch.ops.aten.histc.default
+    assert host_read(call(op, CUDA, fake(3), 4), CUDA) is not None
+    assert host_read(call(op, CUDA, fake(3), 4, min=0, max=3), CUDA) is None
+    assert code(call(op, CPU, fake(3), 4, min=0, max=3), CPU) == "unknown-op"
+
+
 # -- what a GPU says ---------------------------------------------------------------------------------------------------
 
 
