@@ -82,8 +82,8 @@ def host_read(node: Node, device: torch.device) -> Reason | None:
     why = _listed(EVERYWHERE, op, name)
     if why is None and device.type != "cpu":
         why = _listed(ON_DEVICES, op, name)
-    if name == "histc" and arguments(node).get("min", 0) != arguments(node).get("max", 0):
-        why = None  # the range is given
+    if why is not None and _is_told(name, node, device):
+        return None  # whatever its tags say: they know no arguments
     if why is None and name in ("searchsorted", "bucketize") and arguments(node).get("sorter") is not None:
         why = "it checks the order that it is given"
     if why is not None:
@@ -92,6 +92,15 @@ def host_read(node: Node, device: torch.device) -> Reason | None:
     if TAGS & set(op.tags):
         return Reason("data-dependent", f"{shown} reads tensor data on the host")
     return None
+
+
+def _is_told(name: str, node: Node, device: torch.device) -> bool:
+    """Whether an argument tells what the operation would else look for in the data."""
+    given = arguments(node)
+    if name == "histc":
+        return bool(given.get("min", 0) != given.get("max", 0))
+    # The CPU's kernel checks the classes even then; others leave that to the device.
+    return name == "one_hot" and device.type != "cpu" and not (type(n := given.get("num_classes", -1)) is int and n < 0)
 
 
 def _listed(table: dict[str, str], op: OpOverload, name: str) -> str | None:

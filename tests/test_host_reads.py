@@ -126,6 +126,16 @@ def test_a_range_that_is_given() -> None:
     assert code(call(op, CPU, fake(3), 4, min=0, max=3), CPU) == "unknown-op"
 
 
+def test_a_number_of_classes_that_is_given() -> None:
+    """Mixtures of experts route by ``one_hot``: on a GPU it looks at no data if it knows how many experts there are."""
+    op, x = torch.ops.aten.one_hot.default, fake(3, dtype=torch.int64)
+    assert host_read(call(op, CUDA, x), CUDA) is not None
+    assert host_read(call(op, CUDA, x, -1), CUDA) is not None
+    assert host_read(call(op, CUDA, x, 4), CUDA) is None
+    assert host_read(call(op, CUDA, x, num_classes=4), CUDA) is None
+    assert host_read(call(op, CPU, x, 4), CPU) is not None
+
+
 # -- what a GPU says ---------------------------------------------------------------------------------------------------
 
 
