@@ -478,10 +478,10 @@ class Scaled(nn.Module):
 
 
 def test_numbers_of_modules_are_told_apart() -> None:
-    """Dynamo fixes eps and momentum, whose ``item`` then has no symbol; each has a value of its own all the same."""
+    """Dynamo fixes eps and momentum, whose ``item`` then is dead; each has a value of its own all the same."""
     model = Scaled().eval()
     seen = checked(model, torch.randn(5, 4), dynamic=True)
-    assert len(seen.calls("aten.item")) == 4
+    assert len(seen.calls("aten.item")) == 2  # those of the numbers that may change
     (norm,) = seen.calls("aten.batch_norm")
     assert norm.args[6:8] == (0.25, 0.5)
     x = torch.randn(6, 4)
