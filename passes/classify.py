@@ -16,8 +16,9 @@ So a view and an in-place op must run on the same side as what they alias:
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import sympy
 import torch
@@ -102,15 +103,17 @@ def classify(
     view_outputs: bool = False,
     borrows: Callable[[Node], bool] = lambda _: False,
     touches_state: Callable[[Node], bool] = lambda _: False,
+    refused: Mapping[str, Reason] = MappingProxyType({}),
 ) -> Classified:
     """Verdicts, phases and layouts of a normalised graph. ``moving`` names inputs that must not be pinned;
     ``view_outputs``: the caller gets outputs in the memory of the recording, without a copy. ``borrows(node)``: an
     operation with effects that keeps none of its arguments. ``touches_state(node)``: one that may read or change
-    weights and buffers that it is not given."""
+    weights and buffers that it is not given. ``refused``: nodes, by name, that were found to be unsafe at run time."""
     aliasing = analyse_aliases(normal.graph, lambda n: has_hidden_effects(n) or is_break(n) is not None, touches_state)
     calls = [n for n in normal.graph.nodes if n.op == "call_function"]
     output = next(n for n in normal.graph.nodes if n.op == "output")
     work = _Work(normal, aliasing, calls, list(output.all_input_nodes), moving, min_kernels, borrows)
+    work.eager.update({n: refused[n.name] for n in calls if n.name in refused})
     _host_and_unsafe(work, device, is_break)
     symbols = classify_symbols(normal.graph, normal.placeholders, aliasing, work.eager)
     _exact_sizes(work, symbols)
@@ -151,7 +154,7 @@ def _host_and_unsafe(work: _Work, device: torch.device, is_break: BreakPredicate
             work.eager[node] = Reason("python-value", f"{name_of(node)} returns a Python value").at(where(node))
             continue
         reason = capture_reason(node, device, is_break)
-        if reason is not None:
+        if reason is not None and node not in work.eager:
             work.eager[node] = reason.at(where(node))
     _follow_tuples(work)
 

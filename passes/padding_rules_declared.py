@@ -9,12 +9,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch._ops import OpOverload
-
 from .layout import INDEPENDENT, Layout
 from .padding_rules_base import Call, Entry, Operand, RefusedError, content, for_outputs
+from .torch_api import OpOverload
 
-__all__ = ["CAPTURE_SAFE", "DECLARED", "PROMISED", "RowLocal", "declared_entry", "is_capture_safe", "is_promised"]
+__all__ = [
+    "CAPTURE_SAFE",
+    "DECLARED",
+    "PROMISED",
+    "RowLocal",
+    "declared_entry",
+    "is_capture_safe",
+    "is_declared",
+    "is_promised",
+]
 
 
 @dataclass(frozen=True)
@@ -48,9 +56,22 @@ def is_capture_safe(op: OpOverload) -> bool:
     return name in CAPTURE_SAFE or f"{name}.{op._overloadname or 'default'}" in CAPTURE_SAFE
 
 
+def is_declared(target: object) -> bool:
+    """Whether the rule of an operation is the user's word."""
+    return (
+        isinstance(target, OpOverload)
+        and target.namespace != "aten"
+        and _found(f"{target._schema.name}.{target._overloadname}") is not None
+    )
+
+
+def _found(qualified: str) -> RowLocal | None:
+    return DECLARED.get(qualified) or DECLARED.get(qualified.partition(".")[0])
+
+
 def declared_entry(qualified: str) -> Entry | None:
     """The rule of a declared operation."""
-    found = DECLARED.get(qualified) or DECLARED.get(qualified.partition(".")[0])
+    found = _found(qualified)
     return None if found is None else Entry(lambda call: _row_local(call, found), frozenset())
 
 

@@ -36,6 +36,7 @@ CODES: dict[str, str] = {
     "small-segment": "the segment would be too small to pay for its launch",
     "capture-failed": "a segment could not be recorded and runs uncaptured",
     "moving-input": "it changes an input whose address keeps changing",
+    "audit-failed": "an audit found that padded rows change its real rows, or memory of the caller's",
     # graph codes
     "normalise-failed": "the graph could not be normalised and runs as it came",
     "nothing-to-capture": "no operation of this graph can be captured",
@@ -86,6 +87,7 @@ FIXES: dict[str, str] = {
     "returned-copy": "nothing to do: this is the cheaper way",
     "small-segment": "set min_segment_kernels=1 to capture it",
     "moving-input": "pass the same tensor every time, such as one cache that is reset",
+    "audit-failed": "take back what was declared about the operation; report it if nothing was",
     "normalise-failed": "change what the text names; report an unexpected error with its traceback",
     "nothing-to-capture": "see the reasons of its operations in tgb.explain",
     "metadata-mutation": "write x = x.squeeze(0) for x.squeeze_(0)",

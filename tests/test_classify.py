@@ -21,7 +21,15 @@ HERE = Path(__file__).name
 Case = tuple[str, str, Seen, Classified]
 
 #: Node codes that no CPU graph gives by itself, with who tests them.
-ELSEWHERE = {"collective", "other-device", "device-copy", "capture-failed", "derived-size", "not-normalised"}
+ELSEWHERE = {
+    "audit-failed",
+    "collective",
+    "other-device",
+    "device-copy",
+    "capture-failed",
+    "derived-size",
+    "not-normalised",
+}
 NODE_CODES = set(list(CODES)[: list(CODES).index("normalise-failed")])
 
 

@@ -28,6 +28,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 #: Page -> the name of the script that it forms.
 SCRIPTS = {
     "README.md": "readme.py",
+    "docs/audit.md": "audit_page.py",
     "docs/break-ops.md": "break_ops_page.py",
     "docs/explain.md": "explain_page.py",
     "docs/getting-started.md": "getting_started.py",
@@ -93,7 +94,7 @@ def run(code: list[str], script: Path) -> list[str]:
 
 def stable(output: str) -> str:
     """Output without what differs from run to run: seconds, bytes, and line numbers of other packages."""
-    output = re.sub(r"\b(normalise|plan|record) \d+\.\d\d", r"\1 N", output)
+    output = re.sub(r"\b(normalise|plan|record|audit) \d+\.\d\d", r"\1 N", output)
     output = re.sub(r"\bmemory of keys: \d+\.\d\d MiB", "memory of keys: N MiB", output)
     return re.sub(r"\b(modeling_\w+\.py):\d+", r"\1:N", output).strip()
 

@@ -404,6 +404,7 @@ NODE_CODES = {
     "returned-copy",
     "small-segment",
     "moving-input",
+    "audit-failed",
 }
 
 

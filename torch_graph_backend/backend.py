@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -128,6 +128,7 @@ class _Compiler:
         self.graph = CompiledGraph(gm, name, config, config.off_reason())
         self.is_break = break_predicate(config.break_ops)
         self.moving: frozenset[str] = frozenset()
+        self.refused: dict[str, Reason] = {}
 
     def compile(self) -> CompiledGraph:
         try:
@@ -144,7 +145,7 @@ class _Compiler:
         report_unmatched()
         graph, proxy = self.graph, weakref.proxy(self.graph)
         self.graph = proxy  # type: ignore[assignment]  # no cycle: a graph goes when Dynamo drops it
-        graph.unpin = self.unpin  # type: ignore[method-assign]
+        graph.replan = self.replan  # type: ignore[method-assign]
         return graph
 
     def plan(self) -> None:
@@ -172,17 +173,19 @@ class _Compiler:
                 view_outputs=views,
                 borrows=self.is_break.borrows,
                 touches_state=self.is_break.touches_state,
+                refused=self.refused,
             )
 
         normal, classified = repair(normal, judge, kernels)
         plan = build_plan(self.name, device, normal, classified, views)
+        layouts = {n.name: found for n, found in classified.layouts.items()}
         found = state_of(device)
         if isinstance(found, Reason):
             self.graph.plan, self.graph.reason, self.graph.normal = plan, self.graph.reason or found, normal
             return
         written = _written_args(normal, classified)
         pure = not written and not any(is_random(n) or has_hidden_effects(n) for n in normal.graph.nodes)
-        self.graph.adopt(plan, normal, written, found, pure)
+        self.graph.adopt(plan, normal, layouts, written, found, pure)
         self.graph.seconds = {"normalise": middle - start, "plan": time.perf_counter() - middle}
         self.report(plan)
 
@@ -191,9 +194,11 @@ class _Compiler:
         for name in self.config.unmatched([s.source for s in plan.bucketed]):
             log.warning("%s: options['buckets'][%r] matches no bucketed size of this graph", self.name, name)
 
-    def unpin(self, names: Sequence[str]) -> None:
-        """Plan again: the addresses of these inputs do not stay. They are copied in, and what changes them is eager."""
-        self.moving |= frozenset(names)
+    def replan(self, moving: Sequence[str] = (), refused: Mapping[str, Reason] | None = None) -> None:
+        """Plan again. The addresses of the inputs ``moving`` do not stay: they are copied in, and what changes them is
+        eager. The operations ``refused``, by the name of their node, failed an audit and are eager from now on."""
+        self.moving |= frozenset(moving)
+        self.refused |= refused or {}
         self.plan()
         self.graph.reason = self.graph.reason or _left_eager(self.graph)
         debug.dump(self.graph)

@@ -76,6 +76,16 @@ def generate(plan: Plan, normal: NormalGraph) -> Program:
     return Program(source, steps, scope["run"], scope["sizes_of"])
 
 
+def probed(
+    plan: Plan, normal: NormalGraph, step: CapturedSegment, probe: Callable[[str, Any], None]
+) -> Callable[..., tuple[Any, ...]]:
+    """``Program.steps[step.index]`` with ``probe(name, value)`` called behind every operation."""
+    writer = _Writer(plan, normal)
+    source = writer.step(step, probe=writer.bind(probe, "probe"))
+    found: Callable[..., tuple[Any, ...]] = _execute(source, dict(writer.bound))[f"step_{step.index}"]
+    return found
+
+
 class _Writer:
     def __init__(self, plan: Plan, normal: NormalGraph) -> None:
         self.plan, self.normal = plan, normal
@@ -137,7 +147,7 @@ class _Writer:
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
-    def step(self, step: CapturedSegment | EagerRegion) -> str:
+    def step(self, step: CapturedSegment | EagerRegion, probe: str = "") -> str:
         params = ", ".join([*self.symbols, *(name for name, _ in step.inputs), *(f"B_{i}" for i in self.direct(step))])
         kind = "captured segment" if isinstance(step, CapturedSegment) else "eager region"
         lines = [f"def step_{step.index}({params}):  # {kind}, {step.kernels} kernels"]
@@ -155,6 +165,8 @@ class _Writer:
             check = self.check(node)
             if check is not None:
                 lines.append(f"{indent}{check}")
+            if probe:
+                lines.append(f"{indent}{probe}({node.name!r}, {node.name})")
             if last.get(node):
                 lines.append(f"{indent}del {', '.join(last[node])}")
         inner = ", ".join(step.outputs)

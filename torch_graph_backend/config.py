@@ -64,6 +64,15 @@ def _choice(*accepted: str | None) -> Check:
     return check
 
 
+def _audit(name: str, value: Any) -> str | None:
+    """When to audit."""
+    if value in (None, "off", "capture"):
+        return None if value is None else str(value)
+    if isinstance(value, str) and re.fullmatch(r"every:[1-9]\d*", value):
+        return value
+    raise BadOption(name, value, "None, 'off', 'capture' or 'every:N' with N >= 1", fix="such as 'every:1000'")
+
+
 def _optional(check: Check) -> Check:
     """``check``, but None is accepted too."""
     return lambda name, value: None if value is None else check(name, value)
@@ -230,6 +239,10 @@ class Config:
     * ``record`` ("second" | "never"; default "second"): record on the second call of a key, or always run uncaptured.
     * ``verify_memory`` (bool; default False): replay every segment twice, with other values in all memory that the call
       has not written, and raise MemoryFault if a result differs. For tests: slow.
+    * ``audit`` (None | "off" | "capture" | "every:N"; default None): try out, with other contents in padded rows, that
+      these change no real row and no memory: when a key is first run and first replayed ("capture"), and at every N-th
+      replay too. What fails runs eagerly from then on. None: "capture" for graphs of which the user declared something
+      (``declare_row_local``, ``declare_indices``, trash rows), else "off".
     * ``progress`` (bool; default False): show a progress bar while a key is recorded (a line without a terminal).
 
     ``guard_filter_fn`` and ``use_aoti`` belong to ``torch.compile`` and are ignored.
@@ -252,6 +265,7 @@ class Config:
     record: str = "second"
     progress: bool = False
     verify_memory: bool = False
+    audit: str | None = None
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | None = None, mode: str | None = None) -> Config:
@@ -360,5 +374,6 @@ _CHECKS: dict[str, Check] = {
     "record": _choice("second", "never"),
     "progress": _flag,
     "verify_memory": _flag,
+    "audit": _audit,
 }
 _DEFAULT = Config()

@@ -40,7 +40,8 @@ class Entry:
 
     ``ran_on`` holds the threads that made a first call: a thread records only after a first run of its own, which
     makes what libraries keep per thread (cuBLAS handles) and cannot make inside a recording. ``demoted`` segments could
-    not be recorded and run as Python at every call. ``nbytes``: memory that had to be allocated for this key.
+    not be recorded and run as Python at every call. ``audited``: whether a replay was, and which sizes were padded then
+    (``audit``). ``nbytes``: memory that had to be allocated for this key.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Entry:
         """Drop the recordings (an address moved); the next call on this key is a first call again."""
         self.ran_on: set[int] = set()
         self.uncaptured: Reason | None = None
+        self.audited: set[tuple[bool, tuple[bool, ...]]] = set()
         self.recordings: dict[int, Recording] = {}
         self.recorded = False
         self.demoted: dict[int, Demoted] = {}
@@ -121,10 +123,10 @@ class Entry:
         self, step: CapturedSegment, args: Sequence[Any], values: dict[str, Any], pool: bool = True
     ) -> tuple[Any, ...]:
         """Run a segment's Python at the bucket's size; ``pool``: no other segment of this call is replayed."""
-        with self.recorder.capture_session(self._writes_inference(args), pool):
+        with self.recorder.capture_session(self.writes_inference(args), pool):
             return self.program.steps[step.index](*self.size_args, *self.inputs(step, args, values))
 
-    def _writes_inference(self, args: Sequence[Any]) -> bool:
+    def writes_inference(self, args: Sequence[Any]) -> bool:
         """Whether a segment changes a tensor made under inference mode: only inference mode may do that."""
         return any(args[i].is_inference() for i in self.plan.mutated)
 
@@ -156,7 +158,7 @@ class Entry:
         pinned = [args[i] for i in self.plan.pinned]
         errors: list[Exception] = []
         try:
-            with self.recorder.record_session(self._writes_inference(args)):
+            with self.recorder.record_session(self.writes_inference(args)):
                 for step in shown(self.plan.segments, f"recording {self.key}", progress):
                     self._let_go(values, step.index)
                     outputs = self._record_one(step, self.inputs(step, args, values), pinned, errors)

@@ -140,10 +140,14 @@ class FirstFrame(Frame):
     def value(self, name: str) -> torch.Tensor:
         return self.values[name]
 
+    def launch(self, step: CapturedSegment) -> Sequence[Any]:
+        """The outputs of a segment."""
+        return self.entry.run_segment(step, self.args, self.values)
+
     def segment(self, index: int) -> list[torch.Tensor]:
         step = self.entry.plan.steps[index]
         assert isinstance(step, CapturedSegment)
-        outputs = self.entry.run_segment(step, self.args, self.values)
+        outputs = self.launch(step)
         self.values.update(zip(step.outputs, outputs, strict=True))
         if self.entry.recorder.first_runs_in_pool:  # then a replay of another key may write there
             made = {t.untyped_storage().data_ptr() for t in outputs if isinstance(t, torch.Tensor)}
@@ -168,13 +172,19 @@ class PartialFrame(Frame):
         super().__init__(entry, sizes)
 
     def segment(self, index: int) -> list[torch.Tensor]:
-        demoted = self.entry.demoted.get(index)
-        if demoted is None:
-            return super().segment(index)
         step = self.entry.plan.steps[index]
         assert isinstance(step, CapturedSegment)
-        demoted.take(self.entry.run_segment(step, self.args, self.entry.static, pool=False))
+        self.launch(step)
         return take_all(self.views.get(index, ()))
+
+    def launch(self, step: CapturedSegment) -> None:
+        """Replay a segment, or run it if it is demoted; its outputs lie in static memory then."""
+        e = self.entry
+        demoted = e.demoted.get(step.index)
+        if demoted is None:
+            e.recorder.replay(e.recordings[step.index])
+        else:
+            demoted.take(e.run_segment(step, self.args, e.static, pool=False))
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

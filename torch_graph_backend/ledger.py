@@ -37,7 +37,8 @@ class KeyCount:
 class Ledger:
     """Counts of one compiled graph. ``rows_real`` and ``rows_computed`` are products of bucketed sizes, summed over
     calls that ran the plan; their ratio gives the padding waste. ``eager_texts`` keeps the first reason of a code.
-    ``serial`` tells the graph from every other one of the process."""
+    ``audits`` counts audited calls, ``audit_seconds`` what they took on top. ``serial`` tells the graph from every
+    other one of the process."""
 
     name: str
     replays: int = 0
@@ -48,6 +49,9 @@ class Ledger:
     eager: Counter[str] = field(default_factory=Counter)
     eager_texts: dict[str, Reason] = field(default_factory=dict)
     keys: dict[ShapeKey, KeyCount] = field(default_factory=dict)
+    audits: int = 0
+    audit_seconds: float = 0.0
+    audit_failures: list[Reason] = field(default_factory=list)
     serial: int = field(default_factory=lambda: next(_serials))
 
     @property
@@ -74,6 +78,14 @@ class Ledger:
         else:
             self.first_calls += 1
             entry.first_calls += 1
+
+    def count_audit(self, seconds: float, failures: Sequence[Reason] = ()) -> None:
+        """A call was audited; what failed runs eagerly from now on."""
+        self.audits += 1
+        self.audit_seconds += seconds
+        for reason in failures:
+            log.error("%s: an audit failed: %s", self.name, reason)
+        self.audit_failures += failures
 
     def count_recording(self, key: ShapeKey, seconds: float, nbytes: int = 0, demoted: Sequence[Reason] = ()) -> None:
         """A key was recorded, all of it but the demoted segments."""

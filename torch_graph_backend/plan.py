@@ -157,7 +157,7 @@ class Plan:
     ``mutated`` those of them that segments change. ``conditions`` on sizes must hold at the bucket. ``reason`` is set
     if nothing is captured. ``held``: captured values whose memory the caller gets to see (``outputs="view"``).
     ``counts``: the real sizes, and other numbers, that operations read on the device. ``hoisted``: operations on Python
-    values alone, whose results are constants of the plan."""
+    values alone, whose results are constants of the plan. ``declared``: what the plan takes on the user's word."""
 
     name: str
     device: torch.device
@@ -176,6 +176,7 @@ class Plan:
     held: tuple[str, ...] = ()
     counts: tuple[Count, ...] = ()
     hoisted: int = 0
+    declared: tuple[str, ...] = ()
 
     @property
     def segments(self) -> tuple[CapturedSegment, ...]:

@@ -20,6 +20,7 @@ from torch.fx import Node
 from torch_graph_backend.passes.alias import is_tensor_value
 from torch_graph_backend.passes.capturable import is_size, name_of
 from torch_graph_backend.passes.classify import Classified, is_view
+from torch_graph_backend.passes.declared import relied_on
 from torch_graph_backend.passes.layout import Layout
 from torch_graph_backend.passes.normalize import NormalGraph
 from torch_graph_backend.passes.padding import natural
@@ -135,6 +136,7 @@ class _Builder:
             self.held() if self.view_outputs else (),
             tuple(self.counts.values()),
             self.normal.hoisted,
+            relied_on([n for n in self.c.verdicts if n in self.captured]),
         )
 
     # -- steps ---------------------------------------------------------------------------------------------------

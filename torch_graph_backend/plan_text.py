@@ -40,6 +40,8 @@ def plan_text(plan: Plan, reasons: bool = True) -> str:
     numbers = dict.fromkeys(plan.placeholders[c.arg] for c in plan.counts if c.symbol is None)
     if numbers:
         lines.append(f"  numbers of the caller's, read on the device: {', '.join(numbers)}")
+    if plan.declared:
+        lines.append(f"  taken on the user's word: {'; '.join(plan.declared[:_LISTED])}")
     lines += _steps(plan)
     if reasons:
         lines += _reasons(plan)

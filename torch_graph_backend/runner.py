@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from torch.fx import GraphModule
 
 from torch_graph_backend.admission import Bounds, Inputs, Keys, grad_reason, mode_reason
 from torch_graph_backend.ahead import current_wish, serve
+from torch_graph_backend.audit import Audit, Auditor
+from torch_graph_backend.audit_rows import Layouts
 from torch_graph_backend.codegen import Program, generate
 from torch_graph_backend.config import Config
 from torch_graph_backend.device_state import DeviceState
@@ -65,7 +67,9 @@ class CompiledGraph:
         """The normalised graph, if there is one."""
         return getattr(self, "normal", None)
 
-    def adopt(self, plan: Plan, normal: NormalGraph, written: Sequence[int], state: DeviceState, pure: bool) -> None:
+    def adopt(
+        self, plan: Plan, normal: NormalGraph, layouts: Layouts, written: Sequence[int], state: DeviceState, pure: bool
+    ) -> None:
         """Take a plan into use, also one that was made anew. ``pure``: a call that failed half-way may be run again."""
         self.pure = pure
         self.plan, self.normal, self.state, self.lock = plan, normal, state, state.lock
@@ -75,6 +79,7 @@ class CompiledGraph:
         self.entries = {}
         self.program: Program = generate(plan, normal)
         self.inputs = Inputs(plan, normal, written)
+        self.auditor = Auditor(self.config.audit, layouts, bool(plan.declared))
         symbols = [s.symbol for s in (*plan.bucketed, *plan.exact_in_key)]
         ladders = [self.config.ladder_for(s.source) for s in plan.bucketed]
         self.keys = Keys(plan, ladders, Bounds.of(normal.fake_mode, symbols, plan.conditions))
@@ -224,7 +229,7 @@ class CompiledGraph:
                 self.reason = Reason("moving-input", text, fix="keep the parameters where they are")
                 return self.reason
             log.info("%s: %d parameters keep moving; they are copied in from now on", self.name, len(restless))
-            self.unpin([self.normal.placeholders[i].name for i in restless])
+            self.replan(moving=[self.normal.placeholders[i].name for i in restless])
             return None
         return made
 
@@ -278,8 +283,9 @@ class CompiledGraph:
     ) -> Entry | Reason:
         if isinstance(bucket, Reason):
             return bucket
-        instance = self.instances.find(args)
-        assert instance is not None  # its call was just admitted
+        instance = self.instances.find(args) or self.new_instance(args)  # new if an audit has just changed the plan
+        if not isinstance(instance, Instance):
+            return instance or Reason("moving-input")
         state = self.state.idle()
         assert state is not None
         at = (key, instance.number, state.depth)
@@ -293,7 +299,8 @@ class CompiledGraph:
     def run(self, entry: Entry, sizes: tuple[int, ...], args: list[Any]) -> Any:
         """Run the plan: uncaptured on a first call, replayed once it is recorded."""
         replay = entry.recorded
-        frame = entry.frame(sizes, args) if replay else entry.first_frame(sizes, args)
+        audited = self.auditor.frame(entry, sizes, args)
+        frame = audited or (entry.frame(sizes, args) if replay else entry.first_frame(sizes, args))
         with entry.recorder.replay_session():
             out = self.program.run(args, sizes, frame)
         if replay:
@@ -302,12 +309,22 @@ class CompiledGraph:
                 entry.instance.paid = True
         else:
             entry.ran_on.add(threading.get_ident())
+        if audited is not None and self.audit_failed(audited.audit):
+            return out
         real, computed = self.rows(entry, sizes)
         if replay or entry.uncaptured is None:
             self.ledger.count_run(entry.key, replay, real, computed)
         else:
             self.ledger.count_eager(entry.uncaptured)
         return out
+
+    def audit_failed(self, audit: Audit) -> bool:
+        """Count an audited call. One that failed has eager's answer, and counts as eager; the plan is made anew."""
+        self.ledger.count_audit(audit.seconds, list(audit.failed.values()))
+        if audit.failed:
+            self.ledger.count_eager(next(iter(audit.failed.values())))
+            self.replan(refused=audit.failed)
+        return bool(audit.failed)
 
     def rows(self, entry: Entry, sizes: tuple[int, ...]) -> tuple[int, int]:
         """Real and computed rows: products of the bucketed sizes (1 and 1 if nothing is bucketed)."""
@@ -361,10 +378,10 @@ class CompiledGraph:
         entry.moves = 0 if entry.replays >= WORTH_RECORDING else entry.moves + 1
         entry.forget()
         if entry.moves >= MAX_MOVES:
-            self.unpin([self.normal.placeholders[i].name for i in moved])
+            self.replan(moving=[self.normal.placeholders[i].name for i in moved])
 
-    def unpin(self, names: Sequence[str]) -> None:
-        """Make the plan again with the operations on these inputs eager; replaced by the backend when it compiles."""
+    def replan(self, moving: Sequence[str] = (), refused: Mapping[str, Reason] | None = None) -> None:
+        """Make the plan again with more of it eager; replaced by the backend when it compiles."""
 
     def release(self, addresses: Set[int]) -> None:
         """Drop the recordings of every set of weights that has one at these addresses."""

@@ -19,9 +19,9 @@ from torch_graph_backend.passes.reasons import Reason
 from torch_graph_backend.runner import CompiledGraph
 from torch_graph_backend.shape_key import ShapeKey
 
-_SECONDS = ("normalise", "plan", "record")
+_SECONDS = ("normalise", "plan", "record", "audit")
 #: What ``expect`` takes, alone or after ``min_`` and ``max_``.
-_COUNTS = ("graphs", "calls", "replays", "first_calls", "recordings", "eager", "padding_waste", "nbytes")
+_COUNTS = ("graphs", "calls", "replays", "first_calls", "recordings", "eager", "padding_waste", "nbytes", "audits")
 #: What a difference subtracts of a key; its memory and its demoted segments are as they are now.
 _KEY_FIELDS = ("first_calls", "replays", "record_seconds", "rows_real", "rows_computed")
 
@@ -42,6 +42,8 @@ class GraphStats:
     reasons: dict[str, Reason]
     seconds: dict[str, float]
     keys: dict[ShapeKey, KeyCount]
+    audits: int = 0
+    audit_failures: tuple[Reason, ...] = ()
 
     @staticmethod
     def of(graph: CompiledGraph) -> GraphStats:
@@ -49,6 +51,7 @@ class GraphStats:
         ledger = graph.ledger
         keys = {k: replace(c) for k, c in ledger.keys.items()}
         seconds = {**dict.fromkeys(_SECONDS, 0.0), **graph.seconds}
+        seconds["audit"] += ledger.audit_seconds
         seconds["record"] += sum(c.record_seconds for c in keys.values())
         return GraphStats(
             ledger.serial,
@@ -63,6 +66,8 @@ class GraphStats:
             dict(ledger.eager_texts),
             seconds,
             keys,
+            ledger.audits,
+            tuple(ledger.audit_failures),
         )
 
     def since(self, before: GraphStats) -> GraphStats:
@@ -82,6 +87,8 @@ class GraphStats:
             {code: reason for code, reason in self.reasons.items() if code in eager},
             {name: value - before.seconds[name] for name, value in self.seconds.items()},
             {k: c for k, c in keys.items() if c.first_calls or c.replays or c.record_seconds},
+            self.audits - before.audits,
+            self.audit_failures[len(before.audit_failures) :],
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -95,6 +102,8 @@ class GraphStats:
             "padding_waste": _waste(self.rows_real, self.rows_computed),
             "nbytes": self.nbytes,
             "seconds": dict(self.seconds),
+            "audits": self.audits,
+            "audit_failures": [str(reason) for reason in self.audit_failures],
             "keys": {
                 str(k): {
                     "first_calls": c.first_calls,
@@ -113,7 +122,8 @@ class GraphStats:
 class Stats:
     """Counts over all graphs of a model. ``calls`` counts calls of compiled graphs (a model with graph breaks makes
     several a step); ``calls == replays + first_calls + sum(eager.values())``. ``padding_waste`` is the share of
-    computed rows that were padding, 0.0 to 1.0. ``seconds``: normalise, plan, record. ``nbytes``: memory that had to be
+    computed rows that were padding, 0.0 to 1.0. ``seconds``: normalise, plan, record, audit. ``audits``: audited calls;
+    ``audit_failures``: what failed, and runs eagerly since. ``nbytes``: memory that had to be
     allocated for the keys there are now, buffers and recordings; graphs of a device share it.
 
     ``limits``: a sentence for each code object that has as many graphs as Dynamo makes of one (further ones run without
@@ -137,6 +147,14 @@ class Stats:
     @property
     def recordings(self) -> int:
         return sum(g.recordings for g in self.by_graph)
+
+    @property
+    def audits(self) -> int:
+        return sum(g.audits for g in self.by_graph)
+
+    @property
+    def audit_failures(self) -> tuple[Reason, ...]:
+        return tuple(reason for g in self.by_graph for reason in g.audit_failures)
 
     @property
     def nbytes(self) -> int:
@@ -183,7 +201,7 @@ class Stats:
 
         ``replays=3`` is exact; ``min_replays=3`` and ``max_padding_waste=0.2`` are bounds, themselves included. Names:
         ``graphs``, ``calls``, ``replays``, ``first_calls``, ``recordings``, ``eager`` (all codes together),
-        ``padding_waste``, ``nbytes``. An unknown name is a ``TypeError``.
+        ``padding_waste``, ``nbytes``, ``audits``. An unknown name is a ``TypeError``.
         """
         wrong = []
         for name, value in wanted.items():
@@ -206,6 +224,7 @@ class Stats:
                 for code, n in self.eager.most_common()
                 if (r := self.reasons[code])
             },
+            "audit_failures": [str(reason) for reason in self.audit_failures],
             "limits": list(self.limits),
             "seconds": self.seconds,
             "by_graph": [g.to_dict() for g in self.by_graph],
@@ -223,6 +242,7 @@ class Stats:
         reasons = self.reasons
         for code, n in self.eager.most_common():
             lines.append(f"  eager {n:5d} x {reasons[code]}")
+        lines += [f"  audit failed: {reason}" for reason in self.audit_failures]
         lines += [f"  recompile limit: {text}" for text in self.limits]
         for name, keys in self.keys.items():
             if keys:
@@ -231,7 +251,7 @@ class Stats:
                 )
                 lines.append(f"  {name}: keys (first calls + replays) {counts}")
                 lines += [f"    key {k}: {reason}" for k, c in keys.items() for reason in c.demoted]
-        lines.append("  seconds: " + ", ".join(f"{k} {v:.2f}" for k, v in self.seconds.items()))
+        lines.append("  seconds: " + ", ".join(f"{k} {v:.2f}" for k, v in self.seconds.items() if v or k != "audit"))
         if self.nbytes:
             lines.append(f"  memory of keys: {self.nbytes / 2**20:.2f} MiB")
         return "\n".join(lines)

@@ -1,0 +1,168 @@
+"""The option ``audit``: what the plan relies on is tried out, with other contents in every padded row.
+
+Contract (C2, C4). A captured segment of an audited call runs several times: as it is, with each of ``FILLS`` in the
+padded rows that it reads, and at the real size. What it gives in real rows, and all memory that it changes, must be the
+same bit by bit (at the real size: but for rounding). Everything it touched is put back before each run, so the call has
+the effects of one eager call. A segment that does not pass is answered by its own operations on the real rows, at the
+real size, and the first operation that went wrong is named (``audit_blame``): the plan is made anew without it.
+
+A segment that is merely not deterministic (atomics) gives other bits for the same fill: such results are not compared.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torch_graph_backend.audit_blame import REPEATS, blame
+from torch_graph_backend.audit_rows import FILLS, Bounds, Layouts, jumps
+from torch_graph_backend.audit_trial import REAL_SIZE, Trial, close, same
+from torch_graph_backend.frames import FirstFrame, PartialFrame
+from torch_graph_backend.ledger import log
+from torch_graph_backend.passes.reasons import Reason
+from torch_graph_backend.plan import CapturedSegment
+from torch_graph_backend.slots import take_all
+
+if TYPE_CHECKING:
+    from torch_graph_backend.entry import Entry
+
+
+class Auditor:
+    """Which calls of one graph are audited. ``option``: see ``Config.audit``; ``declared``: what ``None`` asks for."""
+
+    def __init__(self, option: str | None, layouts: Layouts, declared: bool) -> None:
+        mode = option or ("capture" if declared else "off")
+        self.on = mode != "off"
+        self.every = int(mode.partition(":")[2]) if mode.startswith("every:") else 0
+        self.layouts = layouts
+
+    def frame(self, entry: Entry, sizes: tuple[int, ...], args: Sequence[Any]) -> AuditedFirst | AuditedReplay | None:
+        """The frame of a call that is to be audited; ``None`` if this one is not.
+
+        The first call of a key, and the first replay, each with rows of padding; for each set of sizes that are padded,
+        since an audit only tells of those. Then every N-th replay, if that was asked for.
+        """
+        if not self.on:
+            return None
+        bucketed = [s.kind == "bucketed" for s in entry.plan.symbols]
+        padded = tuple(a < b and c for a, b, c in zip(sizes, entry.size_args, bucketed, strict=True))
+        if not any(padded):
+            return None
+        again = self.every and entry.recorded and (entry.replays + 1) % self.every == 0
+        if (entry.recorded, padded) in entry.audited and not again:
+            return None
+        entry.audited.add((entry.recorded, padded))
+        audit = Audit(self, entry, sizes, args)
+        return (AuditedReplay if entry.recorded else AuditedFirst)(entry, sizes, args, audit)
+
+
+class Audit:
+    """One audited call. ``failed``: the operations that went wrong, by node; ``seconds`` spent on top of the call."""
+
+    def __init__(self, auditor: Auditor, entry: Entry, sizes: tuple[int, ...], args: Sequence[Any]) -> None:
+        self.entry, self.sizes, self.args = entry, sizes, args
+        nodes = {n.name: n for n in entry.normal.graph.nodes}
+        symbols = [s.symbol for s in entry.plan.bucketed]
+        self.bounds = Bounds(nodes, auditor.layouts, symbols, entry.bucket)
+        self.failed: dict[str, Reason] = {}
+        self.seconds = 0.0
+
+    def check(self, step: CapturedSegment, values: dict[str, Any], run: Any) -> Sequence[Any] | None:
+        """Try a segment out. ``None`` if it passes, and memory is as it was; else its outputs, with eager's answer."""
+        start = time.perf_counter()
+        try:
+            trial = self.trial(step, values, run)
+            failed = {} if trial is None else self.tried(trial)
+            if trial is None or not failed:
+                return None
+            self.failed.update(failed)
+            return trial.settle()
+        finally:
+            self.seconds += time.perf_counter() - start
+
+    def trial(self, step: CapturedSegment, values: dict[str, Any], run: Any) -> Trial | None:
+        """``None`` where there is no memory for it, or where the place of some padding is not known."""
+        try:
+            made = Trial(self.entry, self.sizes, self.args, self.bounds, step, values, run)
+        except (torch.OutOfMemoryError, MemoryError):
+            log.warning("no memory to audit segment %d of key %s", step.index, self.entry.key)
+            return None
+        if not made.possible:
+            log.debug("segment %d of key %s cannot be audited", step.index, self.entry.key)
+        return made if made.possible else None
+
+    def tried(self, trial: Trial) -> dict[str, Reason]:
+        """The operations of a segment that went wrong; memory is as it was."""
+        try:
+            how = self.fault(trial, jumps(trial.step, self.bounds.nodes))
+            return blame(trial, how) if how else {}
+        except (torch.OutOfMemoryError, MemoryError):
+            log.warning("no memory to audit segment %d of key %s", trial.step.index, self.entry.key)
+            return {}
+        finally:
+            trial.restore()
+
+    def fault(self, trial: Trial, jumping: bool) -> str:
+        """The first fill under which real rows or memory differ; empty if none does."""
+        base = trial.attempt()
+        for how in FILLS:
+            try:
+                seen = trial.attempt(how)
+            except (torch.OutOfMemoryError, MemoryError):
+                raise
+            except Exception as error:  # a value that can be in no padded row; it says nothing about leaks
+                log.debug("segment %d cannot run with %s in padded rows: %s", trial.step.index, how, error)
+                continue
+            suspects = [k for k, (a, b) in enumerate(zip(base, seen, strict=True)) if not same(a, b)]
+            if suspects and self.repeatable(trial, how, base, seen, suspects):
+                return how
+        if jumping:
+            return ""
+        real = trial.attempt(REAL_SIZE)
+        return "" if all(close(a, b, trial.scale) for a, b in zip(base, real, strict=True)) else REAL_SIZE
+
+    @staticmethod
+    def repeatable(
+        trial: Trial, how: str, base: list[torch.Tensor], seen: list[torch.Tensor], suspects: list[int]
+    ) -> bool:
+        """Whether some result that differs is the same whenever its fill is."""
+        for fill, first in [("", base), (how, seen)] * REPEATS:
+            again = trial.attempt(fill)
+            suspects = [k for k in suspects if same(first[k], again[k])]
+        return bool(suspects)
+
+
+class AuditedReplay(PartialFrame):
+    """A replay that is audited."""
+
+    def __init__(self, entry: Entry, sizes: tuple[int, ...], args: Sequence[Any], audit: Audit) -> None:
+        self.audit = audit
+        super().__init__(entry, sizes, args)
+
+    def segment(self, index: int) -> list[torch.Tensor]:
+        e = self.entry
+        step = e.plan.steps[index]
+        assert isinstance(step, CapturedSegment)
+
+        def run() -> Sequence[Any]:
+            self.launch(step)
+            return [e.static[name] for name in step.outputs]
+
+        if self.audit.check(step, e.static, run) is None:
+            return super().segment(index)
+        return take_all(self.views.get(index, ()))
+
+
+class AuditedFirst(FirstFrame):
+    """A first call that is audited: its segments run as Python, with the kernels that the recording will have."""
+
+    def __init__(self, entry: Entry, sizes: tuple[int, ...], args: Sequence[Any], audit: Audit) -> None:
+        self.audit = audit
+        super().__init__(entry, sizes, args)
+
+    def launch(self, step: CapturedSegment) -> Sequence[Any]:
+        settled = self.audit.check(step, self.values, lambda: self.entry.run_segment(step, self.args, self.values))
+        return super().launch(step) if settled is None else settled

@@ -1,0 +1,240 @@
+"""One captured segment of one audited call: run it again and again from the same state, and look at what it leaves.
+
+Contract (C2). ``Trial`` keeps a copy of everything that the segment reads through padded buffers or changes, and puts
+it back before every run and at the end. What it ``observe``s is what later code can see: the real rows of results and
+of boundary values, and the whole of every argument that the segment changes, but for a row declared as trash.
+``settle`` answers in place of a segment that must not be trusted: the same operations at the real size, on the real
+rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torch_graph_backend.audit_rows import Bound, Bounds, guarded, spoil, write
+from torch_graph_backend.codegen import probed
+from torch_graph_backend.passes.capturable import tensors_of
+from torch_graph_backend.plan import CapturedSegment
+
+if TYPE_CHECKING:
+    from torch_graph_backend.entry import Entry
+
+#: The last try: the segment's operations at the real size, without any padding.
+REAL_SIZE = "real size"
+#: Relative to the largest entry: rounding differs between two shapes, a leak is larger.
+_ROUNDING = {torch.float64: 1e-6, torch.complex128: 1e-6, torch.float32: 1e-3, torch.complex64: 1e-3}
+_HALF_ROUNDING = 6e-2
+#: Entries this small beside the inputs may be nothing but rounding.
+_NOISE = 1e-2
+
+Observed = list[torch.Tensor]
+
+
+class Trial:
+    """``run`` executes the segment once on the static memory and returns its outputs there; ``values`` are the boundary
+    values that it reads. ``possible`` is false where the place of some padding is not known."""
+
+    def __init__(
+        self,
+        entry: Entry,
+        sizes: Sequence[int],
+        args: Sequence[Any],
+        bounds: Bounds,
+        step: CapturedSegment,
+        values: dict[str, Any],
+        run: Callable[[], Sequence[Any]],
+    ) -> None:
+        self.entry, self.args, self.bounds, self.step, self.values, self.run = entry, args, bounds, step, values, run
+        self.real_args = tuple(sizes)
+        self.sizes = {s.symbol: n for s, n in zip(entry.plan.symbols, sizes, strict=True)}
+        self.inputs = entry.inputs(step, args, values)
+        self.padded = [self._bounds_of(name, ref) for name, ref in step.inputs]
+        self.made = [self.bounds.of(name) for name in step.outputs]
+        self.possible = all(None not in found for found in (*self.padded, *self.made))
+        self.state = [t for value, found in zip(self.inputs, self.padded, strict=True) if found for t in flat(value)]
+        self.written = [args[i] for i in step.writes]
+        self.trash = [
+            (args[i], row)
+            for i in step.writes
+            if (row := entry.normal.placeholders[i].meta.get("trash_row")) is not None
+        ]
+        self.scale = max((float(_largest(t)) for t in (*self.state, *self.written)), default=0.0)
+        with torch.inference_mode(False), torch.no_grad():
+            self.before = [t.clone() for t in (*self.state, *self.written)]
+
+    def _bounds_of(self, name: str, ref: Any) -> list[Bound | None]:
+        """Where the padding of an input is; empty for what is read in place and for constants."""
+        plan, e = self.entry.plan, self.entry
+        if ref.kind == "slot":
+            return [Bound(plan.slots[int(ref.key)].spec, e.slot_windows[int(ref.key)])]
+        if ref.kind == "bridge":
+            return [Bound(plan.bridges[int(ref.key)].spec, e.bridge_windows[int(ref.key)])]
+        return self.bounds.of(str(ref.key)) if ref.kind == "static" else []
+
+    def pairs(self) -> Iterator[tuple[str, torch.Tensor, Bound]]:
+        """Padded inputs: name, memory, bound."""
+        for (name, _), value, found in zip(self.step.inputs, self.inputs, self.padded, strict=True):
+            for tensor, bound in zip(flat(value) if found else (), found, strict=True):
+                if bound is not None:
+                    yield name, tensor, bound
+
+    @contextmanager
+    def modes(self) -> Iterator[None]:
+        """To write into memory that may have been made under inference mode, without gradients."""
+        inference = any(t.is_inference() for t in (*self.state, *self.written))
+        with torch.inference_mode(inference), torch.no_grad():
+            yield
+
+    def restore(self) -> None:
+        with self.modes():
+            for tensor, value in zip((*self.state, *self.written), self.before, strict=True):
+                write(tensor, value)
+
+    def spoil(self, how: str) -> None:
+        """Write a fill into every padded row that the segment reads and of which nothing is claimed."""
+        careful = guarded(self.step, self.bounds.nodes)
+        with self.modes():
+            for name, tensor, bound in self.pairs():
+                if bound.free:
+                    spoil(tensor, bound.window, self.sizes, how, name in careful)
+
+    def attempt(self, how: str = "") -> Observed:
+        """What one run leaves, with this fill (none: as the call has it)."""
+        self.restore()
+        if how == REAL_SIZE:
+            return self.observe_real(self.run_real())
+        if how:
+            self.spoil(how)
+        return self.observe(self.run())
+
+    # -- what is seen ------------------------------------------------------------------------------------------------
+
+    def observe(self, made: Sequence[Any]) -> Observed:
+        found = []
+        for value, bounds in zip(made, self.made, strict=True):
+            found += [b.rows(t, self.sizes).clone() for t, b in zip(flat(value), bounds, strict=True) if b and b.exact]
+        return found + self._memory()
+
+    def observe_real(self, made: Sequence[Any]) -> Observed:
+        found = []
+        for value, bounds in zip(made, self.made, strict=True):
+            pairs = zip(flat(value), bounds, strict=True)
+            found += [b.window.split_like(t, self.sizes).clone() for t, b in pairs if b and b.exact]
+        return found + self._memory()
+
+    def _memory(self) -> Observed:
+        self._empty_trash()
+        rows = [b.rows(t, self.sizes).clone() for _, t, b in self.pairs() if b.exact]
+        return rows + [t.clone() for t in self.written]
+
+    def _empty_trash(self) -> None:
+        """What was written to a row that nobody reads does not count."""
+        saved = {id(t): old for t, old in zip(self.written, self.before[len(self.state) :], strict=True)}
+        with self.modes():
+            for tensor, row in self.trash:
+                tensor.narrow(0, row, 1).copy_(saved[id(tensor)].narrow(0, row, 1))
+
+    def probe(self, how: str) -> dict[str, Observed]:
+        """The real rows of every value that the segment computes, operation by operation."""
+        self.restore()
+        found: dict[str, Observed] = {}
+        hidden = {t.untyped_storage().data_ptr() for t, _ in self.trash}
+
+        def look(name: str, value: Any) -> None:
+            seen = []
+            for t, b in zip(flat(value), self.bounds.of(name), strict=True):
+                if b is not None and b.exact and t.untyped_storage().data_ptr() not in hidden:
+                    rows = b.window.split_like(t, self.sizes) if how == REAL_SIZE else b.rows(t, self.sizes)
+                    seen.append(rows.clone())
+            found[name] = seen
+
+        step = probed(self.entry.plan, self.entry.normal, self.step, look)
+        if how == REAL_SIZE:
+            self.run_real(step)
+        else:
+            if how:
+                self.spoil(how)
+            with self.entry.recorder.capture_session(self.entry.writes_inference(self.args), pool=False):
+                step(*self.entry.size_args, *self.inputs)
+        return found
+
+    # -- at the real size --------------------------------------------------------------------------------------------
+
+    def run_real(self, step: Callable[..., Sequence[Any]] | None = None) -> Sequence[Any]:
+        """The segment's operations on the real rows alone; what they change in place is changed in memory."""
+        inputs: list[Any] = []
+        back: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for value, bounds in zip(self.inputs, self.padded, strict=True):
+            cuts = [self._cut(t, b, back) for t, b in zip(flat(value) if bounds else (), bounds, strict=True)]
+            inputs.append(value if not bounds else cuts if isinstance(value, (tuple, list)) else cuts[0])
+        with self.entry.recorder.capture_session(self.entry.writes_inference(self.args), pool=False):
+            made = (step or self.entry.program.steps[self.step.index])(*self.real_args, *inputs)
+        with self.modes():
+            for target, value in back:
+                write(target, value)
+        return made
+
+    def _cut(
+        self, tensor: torch.Tensor, bound: Bound | None, back: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> torch.Tensor:
+        assert bound is not None
+        view = bound.cut(tensor, self.sizes)
+        if not view.copy:
+            return view.source
+        with torch.no_grad():
+            out, target = view.fresh()
+            target.copy_(view.source)
+        back.append((view.source, target))
+        return out
+
+    def settle(self) -> Sequence[Any]:
+        """Eager's answer, in the real rows of the segment's outputs, and its changes to memory."""
+        self.restore()
+        made = self.run()
+        self.restore()
+        results = self.run_real()
+        with self.modes():
+            for value, result, bounds in zip(made, results, self.made, strict=True):
+                for t, r, b in zip(flat(value), flat(result), bounds, strict=True):
+                    assert b is not None
+                    target, source = b.rows(t, self.sizes), b.window.split_like(r, self.sizes)
+                    if (target.data_ptr(), target.stride()) != (source.data_ptr(), source.stride()):
+                        write(target, source)
+        return made
+
+
+def flat(value: Any) -> list[torch.Tensor]:
+    return tensors_of(value)
+
+
+def same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Bit for bit: NaN equals the same NaN."""
+    return torch.equal(_bits(left), _bits(right))
+
+
+def close(left: torch.Tensor, right: torch.Tensor, scale: float) -> bool:
+    """But for rounding. ``scale``: the largest entry of what went in."""
+    if not (left.is_floating_point() or left.is_complex()):
+        return torch.equal(left, right)
+    tolerance = _ROUNDING.get(left.dtype, _HALF_ROUNDING)
+    wide = torch.complex128 if left.is_complex() else torch.float64
+    a, b = left.to(wide), right.to(wide)
+    largest = max(float(_largest(right)), _NOISE * scale, _NOISE)
+    return torch.allclose(a, b, rtol=0.0, atol=tolerance * largest, equal_nan=True)
+
+
+def _largest(tensor: torch.Tensor) -> torch.Tensor | float:
+    """The largest finite magnitude of floating-point entries."""
+    if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
+        return 0.0
+    sizes = tensor.abs().float()
+    return torch.where(torch.isfinite(sizes), sizes, 0.0).max()
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.resolve_conj().resolve_neg().contiguous()
+    return tensor.view(torch.uint8) if tensor.dim() else tensor.reshape(1).view(torch.uint8)
