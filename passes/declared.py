@@ -10,10 +10,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from .padding_rules_declared import is_declared, is_promised
-
-#: Marks a placeholder: the number of a row, in dimension 0, that nobody reads.
-TRASH = "trash_row"
+from .padding_rules_declared import TRASH, is_declared, is_promised
 
 
 def relied_on(captured: Collection[Node]) -> tuple[str, ...]:
@@ -27,7 +24,9 @@ def relied_on(captured: Collection[Node]) -> tuple[str, ...]:
             if value.op == "placeholder" and is_promised(source):
                 found[f"{source} holds valid indices"] = None
         if node.meta.get(TRASH) is not None:
-            found[f"nobody reads row {node.meta[TRASH]} of what {_name(node)} writes to"] = None
+            written = node.args[0]
+            source = written.meta.get("source") or written.name if isinstance(written, Node) else ""
+            found[f"nobody reads row {node.meta[TRASH]} of {source}"] = None
     return tuple(found)
 
 

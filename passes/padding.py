@@ -21,7 +21,7 @@ from torch.fx import Graph, Node
 from .layout import INDEPENDENT, Fact, Layout, expr_of, mentions, natural, natural_of, shape_of
 from .padding_facts import derive, in_range
 from .padding_rules_base import UNBOUNDED, Call, Operand, RefusedError, check_exact
-from .padding_rules_declared import is_promised
+from .padding_rules_declared import TRASH, is_promised
 from .padding_rules_table import KNOWN, MAY_ALIAS, SIZE_READS, base_name, find_entry, is_known, unknown
 from .padding_state import (
     Outputs,
@@ -33,6 +33,7 @@ from .padding_state import (
     knows,
     named,
     size_mentions,
+    with_trash,
 )
 from .padding_values import Span, spans
 from .reasons import Reason
@@ -122,7 +123,7 @@ class _Interpreter:
         if "real_size" in node.meta:
             return self.count(val, node.meta["real_size"])
         if node.op in ("placeholder", "get_attr"):
-            return self.natural(val, self.given(node, val))
+            return with_trash(self.natural(val, self.given(node, val)), node.meta.get(TRASH))
         if node.target is operator.getitem and isinstance(node.args[0], Node) and isinstance(node.args[1], int):
             source = self.values[node.args[0]]
             if node.args[0] in self.first:

@@ -80,6 +80,11 @@ class Operand:
         known = self.fact.kind == "filled" and self.fact.dim == dim and self.fact.value == value
         return known and self.axis(dim) == PLAIN
 
+    def goes_to_trash(self, target: Operand, dim: int) -> bool:
+        """Whether all padded entries, as positions along ``dim`` of ``target``, are a row of it that nobody reads."""
+        known = target.fact.kind == "trash" and dim == 0 and target.axis(0) is None and self.carries
+        return known and all(self.filled(d, target.fact.value) for d in self.layout.dims)
+
     @property
     def constant(self) -> bool:
         """Whether all entries are one value: a constant fill, or a single element that does not carry."""

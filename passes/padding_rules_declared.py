@@ -6,7 +6,7 @@ given; it is never more than what its fields say.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .layout import INDEPENDENT, Layout
@@ -17,11 +17,14 @@ __all__ = [
     "CAPTURE_SAFE",
     "DECLARED",
     "PROMISED",
+    "TRASH",
+    "TRASH_ROWS",
     "RowLocal",
     "declared_entry",
     "is_capture_safe",
     "is_declared",
     "is_promised",
+    "trash_row_of",
 ]
 
 
@@ -43,11 +46,28 @@ DECLARED: dict[str, RowLocal] = {}
 CAPTURE_SAFE: dict[str, None] = {}
 #: Names of integer arguments whose entries are valid, non-negative indices.
 PROMISED: dict[str, None] = {}
+#: By the name of an argument: a row, of dimension 0, that nobody reads.
+TRASH_ROWS: dict[str, int] = {}
+#: Marks a placeholder, and an operation that relies on it: the number of that row.
+TRASH = "trash_row"
+
+
+def trash_row_of(source: str, also: Mapping[str, int]) -> int | None:
+    """The row of an argument that nobody reads; ``also``: what one compile says."""
+    for name, row in {**TRASH_ROWS, **also}.items():
+        if _called(source, name) or source.startswith(f"L['{name}']["):
+            return row
+    return None
+
+
+def _called(source: str, name: str) -> bool:
+    """Whether Dynamo's name for an argument ends in a name: ``L['idx']``, ``L['self'].idx``, ``..._buffers['idx']``."""
+    return source == name or source.endswith((f".{name}", f"['{name}']"))
 
 
 def is_promised(source: str) -> bool:
-    """Whether an argument, by Dynamo's name for it (``L['idx']``, ``L['self'].idx``), was promised."""
-    return any(source == name or source == f"L['{name}']" or source.endswith(f".{name}") for name in PROMISED)
+    """Whether an argument was promised."""
+    return any(_called(source, name) for name in PROMISED)
 
 
 def is_capture_safe(op: OpOverload) -> bool:

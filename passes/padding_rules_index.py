@@ -64,7 +64,10 @@ def _indexed(call: Call, x: Operand) -> tuple[list[int], list[Operand], dict[int
     if any(i.dtype in (torch.bool, torch.uint8) for i in indices):
         raise RefusedError("a boolean mask makes the size depend on values")
     for d, index in given:
-        call.look_up(x, d, index)
+        if index.goes_to_trash(x, d):
+            call.oblige(sympy.Gt(x.shape[0], x.fact.value))
+        else:
+            call.look_up(x, d, index)
     together = max(i.ndim for i in indices)
     adjacent = dims == list(range(dims[0], dims[-1] + 1))
     first = dims[0] if adjacent else 0
@@ -102,12 +105,23 @@ def _again(call: Call, x: Operand, index: Operand, along: int, source: Operand |
     return source is None or source.axis(dim) is None or source.repeats(dim)
 
 
+def _trashed(call: Call, x: Operand, index: Operand, dim: int) -> bool:
+    """Whether padded rows write to a row that exists and that nobody reads, in whatever way."""
+    if not call.op._schema.is_mutable or not index.goes_to_trash(x, dim):
+        return False
+    call.oblige(sympy.Gt(x.shape[0], x.fact.value))
+    return True
+
+
 def _row_local(call: Call, x: Operand, index: Operand, source: Operand | None, dim: int) -> Layout:
     """Writes that stay within each padded row: neither index nor source carries where ``x`` does not.
 
-    Along ``dim`` both may carry if their padded entries repeat the last real one (never where entries accumulate).
+    Along ``dim`` both may carry if their padded entries repeat the last real one (never where entries accumulate), or
+    if those of the index are a row that nobody reads.
     """
     again = call.op.overloadpacket.__name__.rstrip("_") == "scatter" and _again(call, x, index, dim, source, dim)
+    trashed = _trashed(call, x, index, dim)
+    again = again or trashed
     for d in set(index.layout.dims) | set(source.layout.dims if source is not None else ()):
         if not (again and d == dim) and (d == dim or x.axis(d) is None):
             raise RefusedError(WRITTEN)
@@ -115,7 +129,8 @@ def _row_local(call: Call, x: Operand, index: Operand, source: Operand | None, d
     rest = tuple((d, axis) for d, axis in source.layout.axes if not (again and d == dim)) if source is not None else ()
     if source is not None and not source.layout.uniform and rest != x.layout.axes:
         raise RefusedError("the source is padded differently than the tensor")
-    call.look_up(x, dim, index)
+    if not trashed:
+        call.look_up(x, dim, index)
     return Layout(x.layout.axes)
 
 
@@ -135,6 +150,7 @@ def index_write(call: Call) -> Layout:
     source = next((call.args[n] for n in ("source", "value") if isinstance(call.get(n), Operand)), None)
     name = call.op.overloadpacket.__name__.rstrip("_")
     again = name in ("index_copy", "index_fill") and _again(call, x, position, 0, source, dim)
+    again = again or _trashed(call, x, position, dim)
     if not again and (position.carries or (source is not None and source.axis(dim) is not None)):
         raise RefusedError(WRITTEN)
     forbid(x, [dim], "writes rows of")
@@ -149,7 +165,8 @@ def index_put(call: Call) -> Layout:
     """Advanced indexing, written: the index must not carry, the values carry as the indexed tensor does."""
     x, values = call.tensor("self"), call.tensor("values")
     given: Sequence[Operand] = [i for i in call.args["indices"] if i is not None]
-    _, _, axes, first = _indexed(call, x)
+    dims, _, axes, first = _indexed(call, x)
+    trashed = _trashed(call, x, given[0], dims[0])
     together = max(i.ndim for i in given)
     ndim = x.ndim - len(given) + together
     written = broadcast(call, [values], ndim)
@@ -157,7 +174,7 @@ def index_put(call: Call) -> Layout:
         alike = all(i.axis(d - together + i.ndim) is None or i.repeats(d - together + i.ndim) for i in given)
         at = first + d - ndim + values.ndim
         alike = alike and (at < 0 or values.axis(at) is None or values.repeats(at))
-        if call.get("accumulate") or not alike:
+        if not trashed and (call.get("accumulate") or not alike):
             raise RefusedError(WRITTEN)
         axes.pop(first + d)
         written.pop(first + d, None)

@@ -6,13 +6,13 @@ Contract. Plain frozen data: equal states give equal verdicts, so verdicts are s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import sympy
 import torch
 from torch._ops import OpOverload
 
-from .layout import Layout, mentions
+from .layout import Fact, Layout, mentions
 from .padding_rules_base import Operand
 from .padding_values import Span
 from .reasons import Reason
@@ -78,7 +78,17 @@ def knows(value: object, i: int) -> bool:
     if isinstance(value, tuple):
         return any(knows(v, i) for v in value)
     layout = value.layouts[i] if isinstance(value, TensorState) else None
-    return layout is not None and layout.fact is not None
+    return layout is not None and layout.fact is not None and layout.fact.kind != "trash"
+
+
+def with_trash(outputs: Outputs, row: int | None) -> Outputs:
+    """A tensor of which nobody reads one row."""
+    if row is None:
+        return outputs
+    fact = Fact("trash", 0, row)
+    return tuple(
+        t and replace(t, layouts=tuple(x and replace(x, fact=fact) for x in t.layouts), token=()) for t in outputs
+    )
 
 
 def size_mentions(value: object, symbol: sympy.Symbol) -> bool:

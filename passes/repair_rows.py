@@ -6,6 +6,7 @@ row 0 writes: where two real rows write one place, the last one stays the last.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy
@@ -13,8 +14,9 @@ import torch
 from torch.fx import Node
 
 from .alias import arguments
+from .padding_rules_declared import TRASH
 from .repair_edit import Editor, UnrepairableError, dimension, dimensions
-from .repair_rules import LAST, LOOKED_UP, MASKED, REPEATED, pair, repairs, size_as_data
+from .repair_rules import LAST, LOOKED_UP, MASKED, REPEATED, TRASHED, pair, repairs, size_as_data
 from .symbols import expr_of
 from .torch_api import OpOverload, map_aggregate
 
@@ -154,6 +156,40 @@ def _repeated(e: Editor, value: Any, dim: int) -> tuple[Any, bool]:
     return (value, False) if symbol is None else (e.repeated(value, dim, symbol), True)
 
 
+def _to_trash(
+    e: Editor, node: Node, index: Any, along: Sequence[int], dim: int, rest: Callable[[Node], tuple[Any, ...]]
+) -> None:
+    """The write with the index of every padded row at the row that nobody reads. ``along``: dimensions of the index;
+    ``rest``: the arguments behind the first, of the new index."""
+    assert isinstance(node.target, OpOverload)
+    _reads_elsewhere(e, node)
+    x = node.args[0]
+    row = x.meta.get(TRASH) if isinstance(x, Node) else None
+    if row is None or dim != 0 or not node.target._schema.is_mutable:
+        raise UnrepairableError("rows that are written twice would count twice")
+    padded = [(d, s) for d in along if (s := e.carried(index, d)) is not None]
+    if not padded or e.carried(x, 0) is not None:
+        raise UnrepairableError("the index is not padded, or the memory is")
+    for d, symbol in padded:
+        index = e.masked(index, d, symbol, row)
+    e.put(TRASHED, node.target, x, *rest(index), **node.kwargs)
+    node.meta[TRASH] = row
+
+
+@repairs("index_add", "index_reduce")
+def index_accumulate(e: Editor, node: Node) -> None:
+    named = arguments(node)
+    dim = dimension(named["self"], named["dim"])
+    _to_trash(e, node, named["index"], [0], dim, lambda i: (dim, i, *node.args[3:]))
+
+
+@repairs("scatter_add", "scatter_reduce")
+def scatter_accumulate(e: Editor, node: Node) -> None:
+    named = arguments(node)
+    dim = dimension(named["self"], named["dim"])
+    _to_trash(e, node, named["index"], [dim], dim, lambda i: (dim, i, *node.args[3:]))
+
+
 @repairs("index_copy", "index_fill")
 def index_write(e: Editor, node: Node) -> None:
     _reads_elsewhere(e, node)
@@ -172,7 +208,7 @@ def scatter(e: Editor, node: Node) -> None:
     _reads_elsewhere(e, node)
     named = arguments(node)
     if "reduce" in named:
-        raise UnrepairableError("rows that are written twice would be reduced twice")
+        return scatter_accumulate(e, node)
     x, dim = named["self"], dimension(named["self"], named["dim"])
     index, some = _repeated(e, named["index"], dim)
     source = _repeated(e, named["src"], dim)[0] if "src" in named else named["value"]
@@ -188,7 +224,7 @@ def index_put(e: Editor, node: Node) -> None:
     named = arguments(node)
     x, indices, values = named["self"], list(named["indices"]), named["values"]
     if named.get("accumulate"):
-        raise UnrepairableError("rows that are written twice would be added twice")
+        return index_put_accumulate(e, node, indices)
     given = [i for i in indices if i is not None]
     together = max(i.meta["val"].dim() for i in given)
     where = [d for d, i in enumerate(indices) if i is not None]
@@ -213,6 +249,15 @@ def index_put(e: Editor, node: Node) -> None:
         *node.args[3:],
         **{k: v for k, v in node.kwargs.items() if k == "accumulate"},
     )
+
+
+def index_put_accumulate(e: Editor, node: Node, indices: list[Any]) -> None:
+    """Only the index of dimension 0 is changed: it has to be padded in all dimensions that any index is."""
+    first = indices[0]
+    if not isinstance(first, Node):
+        raise UnrepairableError("rows that are written twice would be added twice")
+    along = list(range(first.meta["val"].dim()))
+    _to_trash(e, node, first, along, 0, lambda i: ([i, *indices[1:]], *node.args[2:]))
 
 
 def _slice(e: Editor, node: Node) -> tuple[Node, int, sympy.Symbol, Node]:

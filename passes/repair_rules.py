@@ -26,12 +26,13 @@ aten = torch.ops.aten
 Rule = Callable[[Editor, Node], None]
 
 #: The kinds of repair, as the plan prints them. ``MASKED`` copies its input, so it has to pay for itself.
-MASKED, COUNTED, REPEATED, LAST, LOOKED_UP = (
+MASKED, COUNTED, REPEATED, LAST, LOOKED_UP, TRASHED = (
     "padded rows masked out",
     "reads the real size on the device",
     "padded rows write what the last real row writes",
     "looks up real rows by the real size",
     "padded rows look up what the last real row looks up",
+    "padded rows write to a row that nobody reads",
 )
 
 #: Dtypes that hold any size that occurs.

@@ -83,7 +83,11 @@ def test_random_programs_pass_their_audits() -> None:
         with torch.no_grad():
             for size in SIZES:
                 args = tensors(*size)
-                torch.testing.assert_close(fast(*args), function(*args), rtol=1e-4, atol=1e-4, equal_nan=True)
+                try:
+                    want = function(*args)
+                except IndexError:  # of these numbers: an index that is computed from them
+                    continue
+                torch.testing.assert_close(fast(*args), want, rtol=1e-4, atol=1e-4, equal_nan=True)
         stats = tgb.stats(fast)
         assert not stats.audit_failures, f"{kept}: {stats}"
         seen.update(programs=1, audits=stats.audits, captured=sum(p.captured_kernels for p in tgb.plans(fast)))

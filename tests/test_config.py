@@ -48,6 +48,8 @@ def test_every_option_is_read():
         "verify_memory": True,
         "record": "never",
         "progress": True,
+        "audit": "every:7",
+        "trash_rows": {"cache": 0, "other": 3},
     }
     config = Config.parse(given_)
     assert config.buckets == (4, 8)
@@ -56,6 +58,7 @@ def test_every_option_is_read():
     assert (config.prefill.backend, config.prefill.max_bs, config.prefill.bs) == ("full", 7, None)
     assert config.break_ops == ("ns::op", torch.ops.aten.mm.default, operator.add)
     assert config.progress is True
+    assert (config.audit, config.trash_rows) == ("every:7", (("cache", 0), ("other", 3)))
     assert (config.outputs, config.max_bytes, config.verify_memory) == ("view", 2**30, True)
     assert (config.enabled, config.strict, config.record) == (False, True, "never")
     assert Config.parse({"phase": "prefill"}).active == Config().prefill
@@ -237,6 +240,8 @@ COMMON = {
     "max_bytes": st.none() | st.integers(1, 2**40),
     "verify_memory": st.booleans(),
     "record": st.sampled_from(["second", "never"]),
+    "audit": st.sampled_from([None, "off", "capture", "every:1", "every:1000"]),
+    "trash_rows": st.dictionaries(st.sampled_from(["cache", "x"]), st.integers(0, 99)),
 }
 NAMED = st.dictionaries(st.sampled_from(["x", "x:1", "y:0", f"{IDS}[1]"]), SIZES, max_size=3)
 OPTIONS = st.one_of(

@@ -178,6 +178,8 @@ def test_undone() -> None:
     assert "declare_tests::scaled" not in DECLARED
     assert is_promised("L['first']")
     assert is_promised("L['self'].first")
+    assert is_promised("L['self']._buffers['first']")
+    assert not is_promised("L['self']._buffers['first'][0]")
     assert not is_promised("L['last']")
     assert not is_promised("L['x_first']")
 

@@ -10,9 +10,11 @@ from torch_graph_backend.declare import (
     declare_capture_safe,
     declare_indices,
     declare_row_local,
+    declare_trash_row,
     undeclare_capture_safe,
     undeclare_indices,
     undeclare_row_local,
+    undeclare_trash_row,
 )
 from torch_graph_backend.errors import TorchGraphBackendError
 from torch_graph_backend.explain import Explanation, explain, plans
@@ -47,6 +49,7 @@ __all__ = [
     "declare_capture_safe",
     "declare_indices",
     "declare_row_local",
+    "declare_trash_row",
     "explain",
     "measure",
     "plans",
@@ -56,6 +59,7 @@ __all__ = [
     "undeclare_capture_safe",
     "undeclare_indices",
     "undeclare_row_local",
+    "undeclare_trash_row",
     "unregister_break_op",
     "would_replay",
 ]

@@ -19,7 +19,7 @@ import torch
 
 from torch_graph_backend.audit_blame import REPEATS, blame
 from torch_graph_backend.audit_rows import FILLS, Bounds, Layouts, jumps
-from torch_graph_backend.audit_trial import REAL_SIZE, Trial, close, same
+from torch_graph_backend.audit_trial import REAL_SIZE, TRASH_ROW, Trial, close, same
 from torch_graph_backend.frames import FirstFrame, PartialFrame
 from torch_graph_backend.ledger import log
 from torch_graph_backend.passes.reasons import Reason
@@ -68,13 +68,14 @@ class Audit:
         symbols = [s.symbol for s in entry.plan.bucketed]
         self.bounds = Bounds(nodes, auditor.layouts, symbols, entry.bucket)
         self.failed: dict[str, Reason] = {}
+        self.last: Trial | None = None
         self.seconds = 0.0
 
     def check(self, step: CapturedSegment, values: dict[str, Any], run: Any) -> Sequence[Any] | None:
         """Try a segment out. ``None`` if it passes, and memory is as it was; else its outputs, with eager's answer."""
         start = time.perf_counter()
         try:
-            trial = self.trial(step, values, run)
+            trial = self.last = self.trial(step, values, run)
             failed = {} if trial is None else self.tried(trial)
             if trial is None or not failed:
                 return None
@@ -82,6 +83,12 @@ class Audit:
             return trial.settle()
         finally:
             self.seconds += time.perf_counter() - start
+
+    def tidy(self) -> None:
+        """Rows that nobody reads are left as eager code would: a later segment may turn out to read them."""
+        if self.last is not None:
+            self.last.empty_trash()
+            self.last = None
 
     def trial(self, step: CapturedSegment, values: dict[str, Any], run: Any) -> Trial | None:
         """``None`` where there is no memory for it, or where the place of some padding is not known."""
@@ -108,7 +115,7 @@ class Audit:
     def fault(self, trial: Trial, jumping: bool) -> str:
         """The first fill under which real rows or memory differ; empty if none does."""
         base = trial.attempt()
-        for how in FILLS:
+        for how in ((TRASH_ROW,) if trial.trash else ()) + FILLS:
             try:
                 seen = trial.attempt(how)
             except (torch.OutOfMemoryError, MemoryError):
@@ -152,8 +159,11 @@ class AuditedReplay(PartialFrame):
             return [e.static[name] for name in step.outputs]
 
         if self.audit.check(step, e.static, run) is None:
-            return super().segment(index)
-        return take_all(self.views.get(index, ()))
+            cuts = super().segment(index)
+        else:
+            cuts = take_all(self.views.get(index, ()))
+        self.audit.tidy()
+        return cuts
 
 
 class AuditedFirst(FirstFrame):
@@ -165,4 +175,6 @@ class AuditedFirst(FirstFrame):
 
     def launch(self, step: CapturedSegment) -> Sequence[Any]:
         settled = self.audit.check(step, self.values, lambda: self.entry.run_segment(step, self.args, self.values))
-        return super().launch(step) if settled is None else settled
+        outputs = super().launch(step) if settled is None else settled
+        self.audit.tidy()
+        return outputs

@@ -18,6 +18,7 @@ import torch
 from torch_graph_backend.audit_rows import Bound, Bounds, guarded, spoil, write
 from torch_graph_backend.codegen import probed
 from torch_graph_backend.passes.capturable import tensors_of
+from torch_graph_backend.passes.padding_rules_declared import TRASH
 from torch_graph_backend.plan import CapturedSegment
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 #: The last try: the segment's operations at the real size, without any padding.
 REAL_SIZE = "real size"
+#: The first try: other contents in rows that are declared to be read by nobody.
+TRASH_ROW = "trash row"
 #: Relative to the largest entry: rounding differs between two shapes, a leak is larger.
 _ROUNDING = {torch.float64: 1e-6, torch.complex128: 1e-6, torch.float32: 1e-3, torch.complex64: 1e-3}
 _HALF_ROUNDING = 6e-2
@@ -57,14 +60,30 @@ class Trial:
         self.possible = all(None not in found for found in (*self.padded, *self.made))
         self.state = [t for value, found in zip(self.inputs, self.padded, strict=True) if found for t in flat(value)]
         self.written = [args[i] for i in step.writes]
-        self.trash = [
-            (args[i], row)
-            for i in step.writes
-            if (row := entry.normal.placeholders[i].meta.get("trash_row")) is not None
-        ]
+        self.trash = self._trash_rows()
+        self.state += self.trash
+        named = zip(step.inputs, self.inputs, strict=True)
+        self.holds_trash = {name for (name, _), value in named if self._hidden(value)}
         self.scale = max((float(_largest(t)) for t in (*self.state, *self.written)), default=0.0)
         with torch.inference_mode(False), torch.no_grad():
             self.before = [t.clone() for t in (*self.state, *self.written)]
+
+    def _trash_rows(self) -> list[torch.Tensor]:
+        """Rows that nobody reads of the arguments that the segment works on, where the plan relies on that."""
+        plan, normal = self.entry.plan, self.entry.normal
+        used = {t.untyped_storage().data_ptr() for value in self.inputs for t in flat(value)}
+        found = []
+        relied = any(TRASH in self.bounds.nodes[op.value].meta for step in plan.segments for op in step.ops)
+        for i in plan.pinned if relied else ():
+            row = normal.placeholders[i].meta.get(TRASH)
+            if row is not None and self.args[i].size(0) > row and self.args[i].untyped_storage().data_ptr() in used:
+                found.append(self.args[i].narrow(0, row, 1))
+        return found
+
+    def _hidden(self, value: Any) -> bool:
+        """Whether a value lies in memory with a row that nobody reads."""
+        hidden = {t.untyped_storage().data_ptr() for t in self.trash}
+        return any(t.untyped_storage().data_ptr() in hidden for t in flat(value))
 
     def _bounds_of(self, name: str, ref: Any) -> list[Bound | None]:
         """Where the padding of an input is; empty for what is read in place and for constants."""
@@ -95,7 +114,13 @@ class Trial:
                 write(tensor, value)
 
     def spoil(self, how: str) -> None:
-        """Write a fill into every padded row that the segment reads and of which nothing is claimed."""
+        """Write a fill into every padded row that the segment reads and of which nothing is claimed; or into the rows
+        that nobody reads."""
+        if how == TRASH_ROW:
+            with self.modes():
+                for row in self.trash:
+                    row.fill_(float("nan") if row.is_floating_point() else 1)
+            return
         careful = guarded(self.step, self.bounds.nodes)
         with self.modes():
             for name, tensor, bound in self.pairs():
@@ -114,12 +139,14 @@ class Trial:
     # -- what is seen ------------------------------------------------------------------------------------------------
 
     def observe(self, made: Sequence[Any]) -> Observed:
+        self.empty_trash()
         found = []
         for value, bounds in zip(made, self.made, strict=True):
             found += [b.rows(t, self.sizes).clone() for t, b in zip(flat(value), bounds, strict=True) if b and b.exact]
         return found + self._memory()
 
     def observe_real(self, made: Sequence[Any]) -> Observed:
+        self.empty_trash()
         found = []
         for value, bounds in zip(made, self.made, strict=True):
             pairs = zip(flat(value), bounds, strict=True)
@@ -127,27 +154,28 @@ class Trial:
         return found + self._memory()
 
     def _memory(self) -> Observed:
-        self._empty_trash()
         rows = [b.rows(t, self.sizes).clone() for _, t, b in self.pairs() if b.exact]
         return rows + [t.clone() for t in self.written]
 
-    def _empty_trash(self) -> None:
-        """What was written to a row that nobody reads does not count."""
-        saved = {id(t): old for t, old in zip(self.written, self.before[len(self.state) :], strict=True)}
+    def empty_trash(self) -> None:
+        """What was written to a row that nobody reads does not count: it is put back."""
+        at = len(self.state) - len(self.trash)
         with self.modes():
-            for tensor, row in self.trash:
-                tensor.narrow(0, row, 1).copy_(saved[id(tensor)].narrow(0, row, 1))
+            for row, saved in zip(self.trash, self.before[at : len(self.state)], strict=True):
+                row.copy_(saved)
 
     def probe(self, how: str) -> dict[str, Observed]:
         """The real rows of every value that the segment computes, operation by operation."""
         self.restore()
         found: dict[str, Observed] = {}
-        hidden = {t.untyped_storage().data_ptr() for t, _ in self.trash}
 
         def look(name: str, value: Any) -> None:
             seen = []
-            for t, b in zip(flat(value), self.bounds.of(name), strict=True):
-                if b is not None and b.exact and t.untyped_storage().data_ptr() not in hidden:
+            if self._hidden(value):
+                self.holds_trash.add(name)
+                value = None
+            for t, b in zip(flat(value), self.bounds.of(name) if value is not None else (), strict=True):
+                if b is not None and b.exact:
                     rows = b.window.split_like(t, self.sizes) if how == REAL_SIZE else b.rows(t, self.sizes)
                     seen.append(rows.clone())
             found[name] = seen

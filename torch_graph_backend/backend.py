@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from torch_graph_backend import debug, registry
 from torch_graph_backend.break_ops import break_predicate
@@ -28,6 +28,7 @@ from torch_graph_backend.passes.classify import Classified, classify
 from torch_graph_backend.passes.hoist import hoist
 from torch_graph_backend.passes.host_scalars import host_scalars
 from torch_graph_backend.passes.normalize import NormalGraph, NormaliseError, normalise
+from torch_graph_backend.passes.padding_rules_declared import TRASH, trash_row_of
 from torch_graph_backend.passes.reasons import Reason
 from torch_graph_backend.passes.repair import repair
 from torch_graph_backend.passes.source_lines import function_name
@@ -152,6 +153,7 @@ class _Compiler:
         start = time.perf_counter()
         normal = normalise(self.gm, self.is_break)
         for placeholder in normal.placeholders:
+            placeholder.meta[TRASH] = self.trash_row(placeholder)
             if placeholder.name in self.moving:  # read through a slot like any other argument
                 placeholder.meta["static"] = False
         middle = time.perf_counter()
@@ -188,6 +190,17 @@ class _Compiler:
         self.graph.adopt(plan, normal, layouts, written, found, pure)
         self.graph.seconds = {"normalise": middle - start, "plan": time.perf_counter() - middle}
         self.report(plan)
+
+    def trash_row(self, placeholder: Node) -> int | None:
+        """The row of an argument that nobody reads, if it has one."""
+        value = placeholder.meta.get("val")
+        row = trash_row_of(placeholder.meta.get("source") or placeholder.name, dict(self.config.trash_rows))
+        if row is None or not isinstance(value, torch.Tensor) or value.dim() == 0:
+            return None
+        if isinstance(value.shape[0], int) and row >= value.shape[0]:
+            log.warning("%s: %s has no trash row %d", self.name, placeholder.meta.get("source"), row)
+            return None
+        return row
 
     def report(self, plan: Plan) -> None:
         log.debug("%s", plan)

@@ -73,6 +73,19 @@ def _audit(name: str, value: Any) -> str | None:
     raise BadOption(name, value, "None, 'off', 'capture' or 'every:N' with N >= 1", fix="such as 'every:1000'")
 
 
+def _trash_rows(name: str, value: Any) -> tuple[tuple[str, int], ...]:
+    """``{argument: row}`` as pairs, in the order given."""
+    accepted = "a dict of argument names to row numbers >= 0, such as {'cache': 0}"
+    if not isinstance(value, Mapping):
+        raise BadOption(name, value, accepted)
+    for key, row in value.items():
+        if not (isinstance(key, str) and key.isidentifier()) or isinstance(row, bool) or not isinstance(row, int):
+            raise BadOption(name, value, accepted)
+        if row < 0:
+            raise BadOption(name, value, accepted)
+    return tuple(value.items())
+
+
 def _optional(check: Check) -> Check:
     """``check``, but None is accepted too."""
     return lambda name, value: None if value is None else check(name, value)
@@ -243,6 +256,8 @@ class Config:
       these change no real row and no memory: when a key is first run and first replayed ("capture"), and at every N-th
       replay too. What fails runs eagerly from then on. None: "capture" for graphs of which the user declared something
       (``declare_row_local``, ``declare_indices``, trash rows), else "off".
+    * ``trash_rows`` (dict of argument name to row >= 0; default {}): rows, of dimension 0, that nobody reads: padded
+      rows may write there. As ``declare_trash_row``, for one compile.
     * ``progress`` (bool; default False): show a progress bar while a key is recorded (a line without a terminal).
 
     ``guard_filter_fn`` and ``use_aoti`` belong to ``torch.compile`` and are ignored.
@@ -266,6 +281,7 @@ class Config:
     progress: bool = False
     verify_memory: bool = False
     audit: str | None = None
+    trash_rows: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | None = None, mode: str | None = None) -> Config:
@@ -298,6 +314,8 @@ class Config:
         if without:
             ops = changed["break_ops"]
             changed["break_ops"] = {op.target if isinstance(op, Without) else op: op not in without for op in ops}
+        if self.trash_rows:
+            changed["trash_rows"] = dict(self.trash_rows)
         if self.named_buckets:
             changed["buckets"] = {name: list(sizes) for name, sizes in self.named_buckets}
         return changed
@@ -375,5 +393,6 @@ _CHECKS: dict[str, Check] = {
     "progress": _flag,
     "verify_memory": _flag,
     "audit": _audit,
+    "trash_rows": _trash_rows,
 }
 _DEFAULT = Config()

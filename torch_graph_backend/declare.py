@@ -1,6 +1,6 @@
-"""What a user may declare where the proof cannot look: custom operations, and arguments that are indices.
+"""What a user may declare where the proof cannot look: custom operations, indices, and rows that nobody reads.
 
-Contract. A declaration is a promise about correctness that nothing here checks: where it is false, answers are wrong.
+Contract. A declaration is a promise about correctness that nothing here checks; the option ``audit`` tries it out.
 It is process-wide and applies to graphs compiled afterwards. It never overrides a rule: ATen operations have theirs.
 """
 
@@ -15,7 +15,7 @@ from torch_graph_backend.errors import DeclarationError, nearest
 from torch_graph_backend.ledger import log
 from torch_graph_backend.passes.alias import is_collective
 from torch_graph_backend.passes.host_reads import TAGS
-from torch_graph_backend.passes.padding_rules_declared import CAPTURE_SAFE, DECLARED, PROMISED, RowLocal
+from torch_graph_backend.passes.padding_rules_declared import CAPTURE_SAFE, DECLARED, PROMISED, TRASH_ROWS, RowLocal
 from torch_graph_backend.passes.torch_api import OpOverload, OpOverloadPacket, all_operations
 
 #: Declared names of which it was said already that there is no such operation.
@@ -104,6 +104,26 @@ def undeclare_indices(*names: str) -> None:
     for name in names:
         if PROMISED.pop(name, name) is not None:
             raise DeclarationError(repr(name), "is not declared")
+
+
+def declare_trash_row(name: str, row: int) -> None:
+    """Declare that nobody reads row ``row`` (>= 0, of dimension 0) of a tensor that compiled functions change.
+
+    ``name``: a parameter (``"cache"``; a list of tensors: each of them), or a buffer of the module. Padded rows may
+    then write to that row, which makes writes capturable that add up (``index_add_``, ``accumulate=True``). Its content
+    is undefined from then on. Raises ``DeclarationError`` for what is no name or no row.
+    """
+    if not isinstance(name, str) or not name.isidentifier():
+        raise DeclarationError(repr(name), "is not the name of a parameter")
+    if not isinstance(row, int) or isinstance(row, bool) or row < 0:
+        raise DeclarationError(repr(name), f"has no row {row!r}", fix="count rows from 0")
+    TRASH_ROWS[name] = row
+
+
+def undeclare_trash_row(name: str) -> None:
+    """Undo ``declare_trash_row``. Raises ``DeclarationError`` for a name that was not declared."""
+    if TRASH_ROWS.pop(name, None) is None:
+        raise DeclarationError(repr(name), "is not declared")
 
 
 def report_unmatched() -> None:
