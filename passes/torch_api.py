@@ -65,6 +65,7 @@ __all__ = [
     "reset_with_dynamo",
     "set_grad_enabled",
     "size_hint",
+    "storage_uses",
     "takes_ambient_device",
     "unset_fake_temporarily",
 ]
@@ -78,6 +79,11 @@ log_api_usage = torch._C._log_api_usage_once
 
 #: C++ comparison of addresses; only CUDA builds have it.
 _compare = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+
+
+def storage_uses(tensor: torch.Tensor) -> int:
+    """How many tensors (and other owners) hold the memory of a tensor."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def data_ptrs_equal(tensors: list[Any], pointers: Sequence[int], which: Sequence[int]) -> bool:

@@ -55,6 +55,7 @@ class Auditor:
         if (entry.recorded, padded) in entry.audited and not again:
             return None
         entry.audited.add((entry.recorded, padded))
+        entry.program.watch_breaks()
         audit = Audit(self, entry, sizes, args)
         return (AuditedReplay if entry.recorded else AuditedFirst)(entry, sizes, args, audit)
 

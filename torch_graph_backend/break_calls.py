@@ -8,6 +8,8 @@ differs raises ``BridgeMismatch`` with the op, expected and got, before anything
 
 from __future__ import annotations
 
+import gc
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,13 +17,15 @@ import torch
 from torch.fx import Node
 
 from torch_graph_backend.break_define import BreakOp, defined
-from torch_graph_backend.errors import BreakOpError, BridgeMismatch
+from torch_graph_backend.errors import BreakOpError, BridgeMismatch, KeptArgument
 from torch_graph_backend.passes.capturable import name_of, tensors_of
 from torch_graph_backend.passes.source_lines import where
+from torch_graph_backend.passes.torch_api import storage_uses
 
 
 class FirstCall:
-    """Calls a break op once with care; from then on the module of the generated code has the function itself."""
+    """Calls a break op once with care; from then on the module of the generated code has the function itself, until
+    ``arm`` asks for care again (an audit does)."""
 
     def __init__(self, op: BreakOp, where: str) -> None:
         self.op, self.where = op, where
@@ -32,6 +36,10 @@ class FirstCall:
     def place(self, scope: dict[str, Any], name: str) -> None:
         """Where the generated code finds this object."""
         self.scope, self.name = scope, name
+
+    def arm(self) -> None:
+        """Take care again at the next call."""
+        self.scope[self.name] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -47,12 +55,28 @@ def careful(op: BreakOp, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     names = [a.name for a in op.overload._schema.arguments]
     named = dict(zip(names, args, strict=False)) | kwargs
     given = [(name, t) for name, value in named.items() for t in tensors_of(value)]
-    fixed = [(name, t, t._version) for name, t in given if name not in op.mutates_args and not t.is_inference()]
+    versions = [t._version for _, t in given if not t.is_inference()]
+    lent = [] if op.keeps_args else [(name, t) for name, t in given if type(t) is torch.Tensor]
+    before = [_owners(t) for _, t in lent]
     result = op.call(*args, **kwargs)
-    for name, t, version in fixed:
-        if t._version != version:
+    _check_unchanged(op, given, versions)
+    _check_new(op, given, result)
+    if _kept(lent, before) is not None:
+        gc.collect()  # an exception that was caught holds its frames, and they hold the arguments
+        kept = _kept(lent, before)
+        if kept is not None:
+            raise KeptArgument(op.name, kept)
+    return result
+
+
+def _check_unchanged(op: BreakOp, given: Sequence[tuple[str, torch.Tensor]], versions: Sequence[int]) -> None:
+    for (name, t), version in zip([g for g in given if not g[1].is_inference()], versions, strict=True):
+        if name not in op.mutates_args and t._version != version:
             problem = f"changes its argument {name!r} in place, which it does not declare"
             raise BreakOpError(op.name, problem, fix=f"declare it: mutates_args=({name!r},)")
+
+
+def _check_new(op: BreakOp, given: Sequence[tuple[str, torch.Tensor]], result: Any) -> None:
     memory = {_memory(t): name for name, t in given}
     memory.pop(0, None)
     for out in tensors_of(result):
@@ -61,7 +85,18 @@ def careful(op: BreakOp, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             problem = f"returns its argument {shared!r}, or a view of it; an op must return new tensors"
             fix = f"return nothing: the caller has {shared!r}" if shared in op.mutates_args else "return a clone"
             raise BreakOpError(op.name, problem, fix=fix)
-    return result
+
+
+def _kept(lent: Sequence[tuple[str, torch.Tensor]], before: Sequence[tuple[int, int]]) -> str | None:
+    """The first argument that has more owners than before."""
+    now = [_owners(t) for _, t in lent]
+    more = (i for i in range(len(lent)) if now[i][0] > before[i][0] or now[i][1] > before[i][1])
+    return next((lent[i][0] for i in more), None)
+
+
+def _owners(t: torch.Tensor) -> tuple[int, int]:
+    """References to a tensor object, and to its memory."""
+    return sys.getrefcount(t), storage_uses(t) if _memory(t) else 0
 
 
 def _memory(t: torch.Tensor) -> int:

@@ -42,6 +42,12 @@ class Program:
     steps: tuple[Callable[..., tuple[Any, ...]], ...]
     run: Callable[..., tuple[Any, ...]]
     sizes_of: Callable[[Sequence[Any]], tuple[int, ...]]
+    breaks: tuple[FirstCall, ...] = ()
+
+    def watch_breaks(self) -> None:
+        """Look at what break ops do once more, at the next call."""
+        for first in self.breaks:
+            first.arm()
 
 
 def size_code(expr: sympy.Expr | int) -> str:
@@ -73,7 +79,8 @@ def generate(plan: Plan, normal: NormalGraph) -> Program:
         if first is not None:
             first.place(scope, writer.by_id[id(first)])
     steps = tuple(scope[f"step_{s.index}"] for s in plan.steps)
-    return Program(source, steps, scope["run"], scope["sizes_of"])
+    breaks = tuple(first for first in writer.breaks.values() if first is not None)
+    return Program(source, steps, scope["run"], scope["sizes_of"], breaks)
 
 
 def probed(

@@ -30,6 +30,7 @@ from torch_graph_backend.recorders.base import Recording
 from torch_graph_backend.shape_key import ShapeKey
 from torch_graph_backend.slots import Sizes, Window, buffer_strides
 from torch_graph_backend.verify import CheckedFrame
+from torch_graph_backend.warmup import warm_breaks
 
 #: Frames kept per key: one per real size seen. A bucket of the default ladder covers at most an eighth of its size.
 _FRAMES = 64
@@ -139,13 +140,18 @@ class Entry:
                 buffer.fill_(args[count.arg].to(count.dtype).item())
 
     def warm_up(self, args: Sequence[Any]) -> None:
-        """Run the segments alone, on zeros: kernels are loaded and chosen. Changes what the segments change."""
+        """Run the segments alone, on zeros, and the warm-ups of break ops: kernels are loaded and chosen. Changes what
+        the segments change."""
         for buffer in self.lease.buffers:
             buffer.zero_()
         self.write_counts(self.bucket, args)
         values: dict[str, Any] = {}
-        for step in self.plan.segments:
-            values.update(zip(step.outputs, self.run_segment(step, args, values), strict=True))
+        warmed: set[Any] = set()
+        for step in self.plan.steps:
+            if isinstance(step, CapturedSegment):
+                values.update(zip(step.outputs, self.run_segment(step, args, values), strict=True))
+            else:
+                warm_breaks(self, step, args, warmed)
         self.ran_on.add(threading.get_ident())
 
     # -- recording -----------------------------------------------------------------------------------------------

@@ -168,6 +168,18 @@ class MissingFake(BreakOpError):  # noqa: N818 (the name is the cause)
         return "\n    ".join([f"{super().__str__()}:", *self.lines])
 
 
+class KeptArgument(BreakOpError):  # noqa: N818 (the name is the cause)
+    """A break op kept an argument, or a view of one, after it returned, though it was declared with
+    ``keeps_args=False``. ``argument`` names it."""
+
+    code = "BCG303"
+
+    def __init__(self, op: str, argument: str, *, where: str = "", fix: str = "") -> None:
+        self.argument = argument
+        problem = f"keeps its argument {argument!r}, or a view of it, although keeps_args=False; a replay overwrites it"
+        super().__init__(op, problem, where=where, fix=fix or "keep a clone, or leave keeps_args=False out")
+
+
 class DeclarationError(TorchGraphBackendError):
     """Something was declared row-local, or an index, that cannot be. ``what`` names it."""
 
