@@ -29,10 +29,11 @@ from .capturable import BreakPredicate, capture_reason, is_size, name_of
 from .layout import Layout
 from .normalize import NormalGraph
 from .padding import analyse, natural
+from .padding_rules_declared import TRASH
 from .partition import Phase, partition
 from .reasons import Reason
 from .source_lines import where
-from .symbols import SymbolInfo, classify_symbols, free, is_dense, size_symbols
+from .symbols import SymbolInfo, classify_symbols, expr_of, free, is_dense, size_symbols
 from .torch_api import OpOverload
 
 aten = torch.ops.aten
@@ -131,9 +132,17 @@ def classify(
         if not _small_segments(work, phases):
             break
     verdicts = {n: _verdict(work, n) for n in calls}
-    must_hold = (c for n, found in padding.obligations.items() if verdicts[n].kind == "capture" for c in found)
-    conditions = tuple(dict.fromkeys(must_hold))
+    must_hold = [c for n, found in padding.obligations.items() if verdicts[n].kind == "capture" for c in found]
+    must_hold += [_has_row(n) for n in calls if verdicts[n].kind == "capture" and TRASH in n.meta]
+    conditions = tuple(c for c in dict.fromkeys(must_hold) if c != sympy.true)
     return Classified(verdicts, phases, symbols, padding.layouts, aliasing, _private(work, view_outputs), conditions)
+
+
+def _has_row(node: Node) -> sympy.Basic:
+    """That the memory which ``node`` writes to has the row for padded rows."""
+    (memory, *_), row = node.args, node.meta[TRASH]
+    assert isinstance(memory, Node)
+    return sympy.Gt(expr_of(memory.meta["val"].shape[0]), row)
 
 
 def _verdict(work: _Work, node: Node) -> Verdict:

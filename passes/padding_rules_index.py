@@ -57,16 +57,14 @@ def gather(call: Call) -> Layout:
     return Layout.of(axes | index.moved({dim: dim}))
 
 
-def _indexed(call: Call, x: Operand) -> tuple[list[int], list[Operand], dict[int, Axis], int]:
+def _indexed(call: Call, x: Operand, trashed: bool = False) -> tuple[list[int], list[Operand], dict[int, Axis], int]:
     """Which dims are indexed, by what, and the axes and first dim of ``x[indices]``."""
     given = [(d, i) for d, i in enumerate(call.args["indices"]) if i is not None]
     dims, indices = [d for d, _ in given], [i for _, i in given]
     if any(i.dtype in (torch.bool, torch.uint8) for i in indices):
         raise RefusedError("a boolean mask makes the size depend on values")
     for d, index in given:
-        if index.goes_to_trash(x, d):
-            call.oblige(sympy.Gt(x.shape[0], x.fact.value))
-        else:
+        if not (trashed and d == 0):
             call.look_up(x, d, index)
     together = max(i.ndim for i in indices)
     adjacent = dims == list(range(dims[0], dims[-1] + 1))
@@ -106,11 +104,9 @@ def _again(call: Call, x: Operand, index: Operand, along: int, source: Operand |
 
 
 def _trashed(call: Call, x: Operand, index: Operand, dim: int) -> bool:
-    """Whether padded rows write to a row that exists and that nobody reads, in whatever way."""
-    if not call.op._schema.is_mutable or not index.goes_to_trash(x, dim):
-        return False
-    call.oblige(sympy.Gt(x.shape[0], x.fact.value))
-    return True
+    """Whether padded rows write to a row that nobody reads, in whatever way. (``classify`` sees to it that the memory
+    has that row.)"""
+    return bool(call.op._schema.is_mutable) and index.goes_to_trash(x, dim)
 
 
 def _row_local(call: Call, x: Operand, index: Operand, source: Operand | None, dim: int) -> Layout:
@@ -165,8 +161,8 @@ def index_put(call: Call) -> Layout:
     """Advanced indexing, written: the index must not carry, the values carry as the indexed tensor does."""
     x, values = call.tensor("self"), call.tensor("values")
     given: Sequence[Operand] = [i for i in call.args["indices"] if i is not None]
-    dims, _, axes, first = _indexed(call, x)
-    trashed = _trashed(call, x, given[0], dims[0])
+    trashed = call.args["indices"][0] is not None and _trashed(call, x, given[0], 0)
+    _, _, axes, first = _indexed(call, x, trashed)
     together = max(i.ndim for i in given)
     ndim = x.ndim - len(given) + together
     written = broadcast(call, [values], ndim)

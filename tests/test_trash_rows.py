@@ -197,3 +197,25 @@ def test_bad_options(value: Any) -> None:
 def test_bad_declarations(name: Any, row: Any) -> None:
     with pytest.raises(DeclarationError):
         tgb.declare_trash_row(name, row)
+
+
+def test_memory_of_changing_size_needs_the_row(device: str) -> None:
+    """A cache whose number of rows is dynamic: a call with one that lacks the row is answered eagerly."""
+
+    def f(x: Tensor, i: Tensor, cache: Tensor) -> Tensor:
+        h = torch.relu(x @ x.new_ones(W, W)) + 0.1 * i[:, None]
+        cache.index_add_(0, i, h)
+        return h * 2
+
+    fast = torch.compile(f, backend="bcg", options={"buckets": [8], "trash_rows": {"cache": 9}})
+    for n, room in ((5, 11), (7, 11), (6, 11), (5, 4), (6, 4)):
+        x, i = torch.randn(n, W).to(device), torch.randint(0, 4, (n,)).to(device)
+        mine, theirs = (torch.zeros(room, W).to(device) for _ in range(2))
+        for t in (x, i, mine):
+            torch._dynamo.mark_dynamic(t, 0)
+        torch.testing.assert_close(fast(x, i, mine), f(x, i, theirs))
+        kept = [r for r in range(room) if r != 9]
+        torch.testing.assert_close(mine[kept], theirs[kept])
+    stats = tgb.stats(fast)
+    assert tgb.plans(fast)[-1].repairs()[TRASHED] == 1
+    assert stats.eager == {"bucket-invalid": 2}, stats
