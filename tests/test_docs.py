@@ -212,6 +212,14 @@ def test_break_numbers_in_the_readme_are_those_of_the_benchmark() -> None:
     assert [cells[4] for cells in found] == [f"{b['bridge']:.1f}" for b in measured]
 
 
+def test_audit_numbers_are_those_of_the_benchmark() -> None:
+    text = (ROOT / "docs" / "audit.md").read_text(encoding="utf-8")
+    measured = json.loads((ROOT / "docs" / "bench" / "audit_cost.json").read_text(encoding="utf-8"))
+    wanted = [[f"{r['ms']:.2f}", f"{r['audited_ms']:.2f}", f"{r['ratio']:.1f}"] for r in measured["rows"]]
+    assert [cells[1:] for cells in rows(text, "## Cost")] == wanted
+    assert f"torch {measured['torch']}" in text
+
+
 def test_reasons_lists_every_code_with_its_meaning() -> None:
     text = (ROOT / "docs" / "reasons.md").read_text(encoding="utf-8")
     listed: dict[str, list[str]] = {}

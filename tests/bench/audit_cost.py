@@ -1,0 +1,95 @@
+"""What an audit costs: a call of a key that is audited beside one that is not (HF Llama, prefill and decode, on a CPU).
+
+    python tests/bench/audit_cost.py [out.json] [--layers 4] [--hidden 256] [--calls 20]
+
+Medians over calls, in milliseconds: a replay, a replay that is audited (``every:1``), and their ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo
+import transformers
+
+import torch_graph_backend as tgb
+
+#: Name -> (batch, length), each padded to the bucket of (4, 16) or (8, 1).
+CALLS = {"prefill": (3, 13), "decode": (7, 1)}
+
+
+def llama(layers: int, hidden: int) -> Any:
+    config = transformers.LlamaConfig(
+        vocab_size=512,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+    )
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def median_ms(model: Any, option: str, shape: tuple[int, int], calls: int) -> tuple[float, tgb.Stats]:
+    """The median of replays, and the counts."""
+    torch._dynamo.reset()
+    tgb.reset()
+    fast = torch.compile(model, backend="bcg", options={"buckets": [4, 8, 16], "audit": option})
+    ids = torch.randint(1, 512, shape)
+    for dim in range(2):
+        torch._dynamo.maybe_mark_dynamic(ids, dim)
+    times = []
+    with torch.no_grad():
+        for _ in range(calls + 3):
+            start = time.perf_counter()
+            fast(ids, use_cache=False)
+            times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times[3:]), tgb.stats(model)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", nargs="?")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--calls", type=int, default=20)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    model = llama(options.layers, options.hidden)
+    rows = []
+    for name, shape in CALLS.items():
+        plain, off = median_ms(model, "off", shape, options.calls)
+        audited, on = median_ms(model, "every:1", shape, options.calls)
+        assert off.audits == 0
+        assert on.audits == options.calls + 3
+        assert not on.audit_failures
+        row = {"call": name, "shape": list(shape), "ms": plain, "audited_ms": audited, "ratio": audited / plain}
+        rows.append(row)
+        print(f"{name:8s} {plain:8.2f} ms, audited {audited:8.2f} ms: {audited / plain:.1f} times", file=sys.stderr)
+    found = {
+        "layers": options.layers,
+        "hidden": options.hidden,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "machine": platform.machine(),
+        "rows": rows,
+    }
+    text = json.dumps(found, indent=1)
+    if options.out:
+        Path(options.out).write_text(text + "\n", encoding="utf-8")
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    main()
