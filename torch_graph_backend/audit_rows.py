@@ -85,9 +85,14 @@ class Bounds:
         if len(layouts) < len(self.symbols):
             return self.plain(value)
         padding: Padding = padding_of(dict(layouts))
-        free = not any(x.uniform or x.fact is not None or x.bound is not None for x in layouts.values())
+        free = not any(x.uniform or _claims(x) or x.bound is not None for x in layouts.values())
         exact = not any(axis.loose for x in layouts.values() for _, axis in x.axes)
         return Bound(spec_of(value, padding), Window.at(padding, self.bucket), free, exact)
+
+
+def _claims(layout: Layout) -> bool:
+    """Whether something is known of the padded entries."""
+    return layout.fact is not None and layout.fact.kind != "trash"
 
 
 # -- fills -----------------------------------------------------------------------------------------------------------

@@ -89,7 +89,8 @@ class Trial:
         """Where the padding of an input is; empty for what is read in place and for constants."""
         plan, e = self.entry.plan, self.entry
         if ref.kind == "slot":
-            return [Bound(plan.slots[int(ref.key)].spec, e.slot_windows[int(ref.key)])]
+            known = self.bounds.of(name)[0]  # what the proof takes as given of its tail, if anything
+            return [Bound(plan.slots[int(ref.key)].spec, e.slot_windows[int(ref.key)], known is None or known.free)]
         if ref.kind == "bridge":
             return [Bound(plan.bridges[int(ref.key)].spec, e.bridge_windows[int(ref.key)])]
         return self.bounds.of(str(ref.key)) if ref.kind == "static" else []
