@@ -52,10 +52,10 @@ PLAIN = Axis()
 class Fact:
     """What is known of a tensor's entries relative to ``n``, the real size of the symbol, which is at least 1.
 
-        ``count``: the one entry is ``n + value``, at any size. ``below``: every entry is less than ``n``.
-        Along padded dimension ``dim``, whose axis is ``PLAIN``: ``positions``: entry ``i`` is ``i``. ``real``: entry ``i``
-        is whether ``i < n``. ``rows``: entry ``i`` is ``min(i, n - 1)``. ``repeats``: padded entries are copies of the last
-        real one. ``filled``: padded entries are ``value``. ``whole`` (of ``repeats``): the same holds along every other
+    ``count``: the one entry is ``n + value``, at any size. ``below``: every entry is less than ``n``.
+    Along padded dimension ``dim``, whose axis is ``PLAIN``: ``positions``: entry ``i`` is ``i``. ``real``: entry ``i``
+    is whether ``i < n``. ``rows``: entry ``i`` is ``min(i, n - 1)``. ``repeats``: padded entries are copies of the last
+    real one. ``filled``: padded entries are ``value``. ``whole`` (of ``repeats``): the same holds along every other
     padded dimension, so each padded entry is a copy of a real one. ``trash``: nobody reads row ``value`` of an argument
     (of dimension 0; the user's word).
     """
