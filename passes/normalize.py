@@ -35,6 +35,7 @@ from .templates import (
     callable_of,
     is_fixed,
     is_identity,
+    is_nested,
     leaf_key,
     leaves_of,
     mode_key,
@@ -188,6 +189,8 @@ class _Normaliser:
             return self.higher_order(gm, node, args, kwargs)
         if node.op == "call_module":
             return self.opaque(node, self.constant(gm.get_submodule(str(target)), str(target)), args, kwargs)
+        if is_nested(node):
+            return self.opaque(node, None, args, kwargs, "nested tensors are not")
         if node.op == "call_method" and target == "item" and is_fixed(node.meta.get("example_value")):
             return self.fixed_number(node, args[0])
         try:
@@ -195,7 +198,7 @@ class _Normaliser:
         except NormaliseError as error:
             raise NormaliseError(error.reason.at(user_line(node.meta.get("stack_trace")))) from error
         except Exception as error:  # the node stays as Dynamo recorded it, and says so
-            return self.opaque(node, None, args, kwargs, error)
+            return self.opaque(node, None, args, kwargs, f"{type(error).__name__}: {error}")
 
     def fixed_number(self, node: Node, tensor: Node) -> Node:
         """``tensor.item()`` whose value Dynamo has fixed: that value is not in the key of a trace."""
@@ -324,7 +327,7 @@ class _Normaliser:
         new.meta["aliases"] = ()
         return new
 
-    def opaque(self, node: Node, module: Node | None, args: Any, kwargs: Any, error: Exception | None = None) -> Any:
+    def opaque(self, node: Node, module: Node | None, args: Any, kwargs: Any, why: str = "a module call") -> Any:
         if module is not None:
             target: Any = _call_module
             args = (module, *args)
@@ -332,7 +335,7 @@ class _Normaliser:
             target = node.target if node.op == "call_function" else Method(str(node.target))
         new = self.s.graph.create_node("call_function", target, tuple(args), dict(kwargs), name=node.name)
         self.annotate(new, node, node.meta.get("example_value"))
-        new.meta["opaque"] = f"{type(error).__name__}: {error}" if error is not None else "a module call"
+        new.meta["opaque"] = why
         return self.unpack(new, new.meta["val"])
 
     def annotate(self, new: Node, node: Node, value: Any) -> None:

@@ -198,6 +198,11 @@ def _storages(value: Any) -> set[int]:
     return set()
 
 
+def is_nested(node: Node) -> bool:
+    """Whether it takes or makes a nested tensor: a second trace guards on ragged sizes, which Dynamo cannot write."""
+    return any(getattr(n.meta.get("example_value"), "is_nested", False) for n in (node, *node.all_input_nodes))
+
+
 def is_identity(node: Node) -> bool:
     """The operation returns its very argument: a conversion to what it is already, dropout that drops nothing.
 

@@ -590,3 +590,23 @@ def test_a_parameter_that_is_a_wrapper_subclass(device: str) -> None:
         for a, b in zip(parts(got), parts(want), strict=True):
             assert torch.equal(a, b)
     assert tgb.stats(model).replays >= 12, tgb.stats(model)
+
+
+NESTED: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
+    "in": lambda v, offsets, w: torch.nested.nested_tensor_from_jagged(v @ w, offsets).values() @ w,
+    "computed": lambda v, offsets, w: (torch.nested.nested_tensor_from_jagged(v @ w, offsets) @ w).relu().values() @ w,
+    "padded": lambda v, offsets, w: torch.nested.nested_tensor_from_jagged(v @ w, offsets).to_padded_tensor(0.0) @ w,
+    "reduced": lambda v, offsets, w: torch.nested.nested_tensor_from_jagged(v @ w, offsets).sum(1) @ w,
+}
+
+
+@pytest.mark.parametrize("kind", NESTED)
+def test_nested_tensors_made_inside(device: str, kind: str) -> None:
+    """Their ragged size is a symbol; a guard on it would make the compilation fail."""
+    v = weight(device)
+    fast = compiled(lambda x, offsets: NESTED[kind](x, offsets, v))
+    with torch.no_grad():
+        for n in (5, 5, 5, 6, 7, 6, 5):
+            x, offsets = whole(n, H, device=device, dynamic=False), torch.tensor([0, 2, n], device=device)
+            torch.testing.assert_close(fast(x, offsets), NESTED[kind](x, offsets, v))
+    assert tgb.stats(fast).replays >= 3, tgb.stats(fast)
