@@ -161,6 +161,28 @@ def test_what_an_operator_must_not_do_is_found_at_the_first_call(answer: Any, te
         assert_same(g(x, w), read(x, w))
 
 
+@tgb.break_op("tgb_calls::append", mutates_args=("keys",), fake=lambda keys, values, q: torch.empty_like(q))
+def append(keys: Tensor, values: Tensor, q: Tensor) -> Tensor:
+    keys[: len(q)] += q
+    return q + values[: len(q)]
+
+
+@pytest.mark.parametrize("other", [0, 1], ids=["the same", "another part"])
+def test_an_argument_that_shares_memory_with_a_declared_one_may_change_with_it(other: int) -> None:
+    """Both are views of one buffer, whose version counts the changes of either."""
+    ours, eager, w = torch.zeros(2, 8, 4), torch.zeros(2, 8, 4), torch.randn(4, 4)
+
+    def f(x: Tensor, cache: Tensor) -> Tensor:
+        return append(cache[0], cache[other], x @ w) @ w
+
+    with compiled(f) as g:
+        for _ in range(4):
+            x = torch.randn(3, 4)
+            assert_same(g(x, ours), f(x, eager))
+            assert_same(ours, eager)
+        assert tgb.stats(g).replays >= 2
+
+
 def test_replays_call_the_bare_function() -> None:
     """No wrapper and no dispatcher between the generated code and the user's function."""
     from torch_graph_backend import registry

@@ -70,8 +70,10 @@ def careful(op: BreakOp, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _check_unchanged(op: BreakOp, given: Sequence[tuple[str, torch.Tensor]], versions: Sequence[int]) -> None:
+    # An argument that shares memory with one that is declared changes with it, and so does its version.
+    declared = {_memory(t) for name, t in given if name in op.mutates_args} - {0}
     for (name, t), version in zip([g for g in given if not g[1].is_inference()], versions, strict=True):
-        if name not in op.mutates_args and t._version != version:
+        if name not in op.mutates_args and _memory(t) not in declared and t._version != version:
             problem = f"changes its argument {name!r} in place, which it does not declare"
             raise BreakOpError(op.name, problem, fix=f"declare it: mutates_args=({name!r},)")
 
