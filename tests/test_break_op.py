@@ -467,3 +467,30 @@ def test_gradients_through_changed_arguments_are_refused() -> None:
         y.sum().backward()
     with pytest.raises(BreakOpError, match="no gradient formula"):
         into.register_autograd(lambda ctx, grad: grad)
+
+
+def test_a_keyword_only_tensor() -> None:
+    """Torch takes no gradient formula for one: it is an operation all the same, and the gradient an error."""
+
+    @tgb.break_op("tgb_test::keyword", fake=lambda q, *, k, scale=1.0: torch.empty_like(q))
+    def keyword(q: Tensor, *, k: Tensor, scale: float = 1.0) -> Tensor:
+        return q * scale + k.sum(0)
+
+    w = torch.randn(4, 4)
+
+    def f(x: Tensor) -> Tensor:
+        h = x @ w
+        return keyword(h, k=x, scale=2.0) @ w + keyword(x, k=h) @ w
+
+    with compiled(f) as g:
+        for n in (5, 6, 7, 5, 6):
+            x = torch.randn(n, 4)
+            assert_same(g(x), f(x))
+        assert tgb.stats(g).replays >= 2
+    x = torch.randn(3, 4, requires_grad=True)
+    y = torch.compile(f, backend="bcg")(x)
+    torch.testing.assert_close(y, f(x))
+    with pytest.raises(BreakOpError, match="keyword-only tensor argument"):
+        y.sum().backward()
+    with pytest.raises(BreakOpError, match="no gradient formula"):
+        keyword.register_autograd(lambda ctx, grad: grad)

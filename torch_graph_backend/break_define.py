@@ -66,6 +66,16 @@ class BreakOp:
         assert isinstance(found, OpOverload)
         return found
 
+    @property
+    def no_formula(self) -> str:
+        """Why there can be no gradient formula for it; empty if there can."""
+        schema = self.overload._schema
+        if schema.is_mutable or not schema.returns:
+            return "changes its arguments, for which there is no gradient formula"
+        if any(a.kwarg_only and "Tensor" in str(a.type) for a in schema.arguments):
+            return "has a keyword-only tensor argument, for which torch takes no gradient formula"
+        return ""
+
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """The function on the operator's arguments."""
         if self.method:
@@ -118,6 +128,11 @@ def _no_gradient(op: BreakOp) -> BreakOpError:
     if op.overload._schema.is_mutable:
         problem = "changes its arguments, so it has no gradient"
         fix = f"call it under torch.no_grad(), or return the result instead and use {name}.register_autograd"
+    elif op.no_formula:
+        problem, fix = (
+            op.no_formula,
+            f"call it under torch.no_grad(), or make it positional and use {name}.register_autograd",
+        )
     else:
         problem = "has no gradient formula"
         fix = f"give one with {name}.register_autograd(backward, setup_context=...), or call under torch.no_grad()"
@@ -256,14 +271,14 @@ def _register(op: BreakOp) -> None:
     library.impl(name, op.run, "CompositeExplicitAutograd")
     torch.library.register_fake(op.name, op.run_fake, lib=library)
     schema = op.overload._schema
-    if schema.is_mutable:
+    if schema.is_mutable or (schema.returns and op.no_formula):
         library.impl(name, functools.partial(_without_gradient, op), "Autograd", with_keyset=True)
     elif schema.returns:
         torch.library.register_autograd(op.name, op.run_backward, setup_context=op.run_setup_context, lib=library)
 
 
 def _without_gradient(op: BreakOp, keyset: Any, *args: Any, **kwargs: Any) -> Any:
-    """The Autograd kernel of an op that changes its arguments: eager values forwards, an error backwards."""
+    """The Autograd kernel of an op that can have no gradient formula: eager values forwards, an error backwards."""
     result = below_autograd(op.overload, keyset, args, kwargs)
     if not torch.is_grad_enabled():
         return result

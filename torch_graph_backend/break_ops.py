@@ -155,8 +155,8 @@ def _dressed(function: Callable[..., Any], op: BreakOp) -> BreakFunction:
 
     def register_autograd(backward: Callable[..., Any], /, *, setup_context: Callable[..., Any] | None = None) -> None:
         """Give the gradient, as ``torch.library.register_autograd`` takes it."""
-        if op.overload._schema.is_mutable or not op.overload._schema.returns:
-            raise BreakOpError(op.name, "changes its arguments, for which there is no gradient formula")
+        if op.no_formula:
+            raise BreakOpError(op.name, op.no_formula)
         op.backward, op.setup_context = backward, setup_context
 
     for f in {function, op.function}:
