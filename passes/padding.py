@@ -130,6 +130,8 @@ class _Interpreter:
                 self.first[node] = self.first[node.args[0]]
             if node.args[0] in self.windows:
                 self.windows.add(node)
+            if isinstance(val, (tuple, list)):  # a list among the results, which no rule makes
+                return self.natural(val)
             if isinstance(node.args[0].meta.get("val"), (tuple, list)):
                 return (source[node.args[1]],)
         if node in self.eager or node in self.escaped:
