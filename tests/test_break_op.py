@@ -400,6 +400,50 @@ def test_a_schema_for_a_function_without_annotations() -> None:
             assert_same(g(x, w), ((x @ w) * 3) @ w)
 
 
+def test_a_schema_says_what_is_changed() -> None:
+    w = torch.randn(4, 4)
+
+    @tgb.break_op("tgb_test::bump", schema="(Tensor(a!) x, float by=1.0) -> ()")
+    def bump(x: Any, by: Any = 1.0) -> None:
+        x.add_(by)
+
+    def f(x: Tensor) -> Tensor:
+        h = x @ w
+        bump(h, by=2.0)
+        return h @ w
+
+    with compiled(f) as g:
+        for n in (5, 6, 7, 5, 6):
+            x = torch.randn(n, 4)
+            assert_same(g(x), f(x))
+        assert tgb.stats(g).replays >= 2
+    with pytest.raises(BreakOpError, match=r"mutates_args is \('x',\), but its schema changes \(\)"):
+        tgb.break_op("tgb_test::bumps", schema="(Tensor x) -> ()", mutates_args=("x",))(lambda x: None)
+
+
+def test_a_list_among_the_results() -> None:
+    """Results inside results have no padding of their own to prove; they come from the op as its fake says."""
+    w = torch.randn(4, 4)
+
+    @tgb.break_op(
+        "tgb_test::listed",
+        schema="(Tensor x, SymInt n) -> (Tensor, Tensor[])",
+        fake=lambda x, n: (torch.empty_like(x), [x.new_empty(n), torch.empty_like(x)]),
+    )
+    def listed(x: Any, n: Any) -> Any:
+        return x * 2, [x.new_ones(n), x + n]
+
+    def f(x: Tensor) -> tuple[Tensor, Tensor]:
+        a, (b, c) = listed(x @ w, x.shape[0])
+        return a @ w + b[:, None], c @ w
+
+    with compiled(f) as g:
+        for n in (5, 6, 7, 5, 6):
+            x = torch.randn(n, 4)
+            assert_same(g(x), f(x))
+        assert tgb.stats(g).replays >= 2
+
+
 def test_defined_again_under_its_name() -> None:
     """A notebook cell that runs twice; functions made twice without a name are two ops."""
 

@@ -258,8 +258,20 @@ def define(
     method = is_method(function)
     op = BreakOp(full, function, text, method, mutates, fake, warmup, prepare, keeps_args, library)
     _register(op)
+    if schema is not None:
+        _take_writes(op)
     _defined[full] = op
     return op
+
+
+def _take_writes(op: BreakOp) -> None:
+    """What a schema given as text says is changed; ``mutates_args`` must not say otherwise."""
+    written = tuple(a.name for a in op.overload._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
+    if op.mutates_args and set(op.mutates_args) != set(written):
+        destroy_library(op.library)
+        problem = f"mutates_args is {op.mutates_args!r}, but its schema changes {written!r}"
+        raise BreakOpError(op.name, problem, fix="write 'Tensor(a!) x' in the schema for each argument that it changes")
+    op.mutates_args = written
 
 
 def _register(op: BreakOp) -> None:
