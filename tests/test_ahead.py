@@ -119,6 +119,15 @@ def test_nothing_to_record_says_why(device: str) -> None:
     assert tgb.capture(fast, tokens(device, 3), sizes=[3, 100]) == 1, "100 has no bucket, 3 has"
 
 
+@pytest.mark.parametrize("sizes", [5, "5", [], ["a"], [0], [True], [(4, 0)], [()], [2.0]])
+def test_other_sizes_are_refused_before_anything_runs(sizes: Any) -> None:
+    """A wrong argument is named; it is not the model's fault that nothing can be recorded."""
+    called = []
+    with pytest.raises(tgb.TorchGraphBackendError, match=r"BCG102.*sizes"):
+        tgb.capture(lambda: called.append(1), sizes=sizes)
+    assert not called
+
+
 def test_a_static_model_is_recorded_at_its_only_size(device: str, caplog: pytest.LogCaptureFixture) -> None:
     net, other = pair(device)
     fast = torch.compile(net, backend="bcg", dynamic=False)

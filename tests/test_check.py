@@ -129,6 +129,16 @@ def test_a_call_that_ran_eagerly_fails(module: Path) -> None:
     )
 
 
+def test_what_does_nothing_when_called_is_refused(tmp_path: Path) -> None:
+    """A coroutine that nobody awaits, and a generator that nobody asks, would pass with nothing compiled."""
+    file = tmp_path / "lazy.py"
+    text = "import torch\nasync def a(x):\n    return x * 2\ndef b(x):\n    yield x * 2\nasync def c(x):\n    yield x\n"
+    file.write_text(text + "class D(torch.nn.Module):\n    async def forward(self, x):\n        return x\n")
+    for name in "abcD":
+        with pytest.raises(check.TargetError, match="does nothing when it is called"):
+            check.check(f"{file}:{name}", inputs="torch.ones(3)")
+
+
 @pytest.mark.parametrize(
     "inputs",
     [

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torch_graph_backend.errors import NothingToRecord
+from torch_graph_backend.errors import BadOption, NothingToRecord
 from torch_graph_backend.passes.reasons import Reason
 
 if TYPE_CHECKING:
@@ -47,10 +47,11 @@ def capture(model: Callable[..., Any], *args: Any, sizes: Sequence[Size] | None 
 
     ``model`` was compiled with ``backend="bcg"``. ``sizes``: real sizes of the bucketed dimension (tuples where a graph
     has two), each recorded at the bucket it falls into; ``None``: every bucket up to the one of this call. Sizes that
-    are pinned (a cache's length) are those of ``args``. Gradients are off. Raises ``NothingToRecord`` if no graph could
-    record anything, with the reasons.
+    are pinned (a cache's length) are those of ``args``. Gradients are off. Mark the sizes of ``args`` as later calls
+    have them marked: for ``mark_dynamic`` and ``maybe_mark_dynamic`` Dynamo makes different graphs. Raises
+    ``NothingToRecord`` if no graph could record anything, with the reasons, and ``BadOption`` for other ``sizes``.
     """
-    wish = Wish(None if sizes is None else tuple(sizes))
+    wish = Wish(None if sizes is None else _sizes(sizes))
     token = _wish.set(wish)
     try:
         with torch.no_grad():
@@ -61,6 +62,18 @@ def capture(model: Callable[..., Any], *args: Any, sizes: Sequence[Size] | None 
     if not recorded:
         raise NothingToRecord([f"{name} {key}: {reason}" for name, key, reason in wish.done])
     return recorded
+
+
+def _sizes(sizes: Any) -> tuple[Size, ...]:
+    """What was asked for, checked."""
+    accepted = "a list, not empty, of ints (or tuples of ints) of at least 1"
+    if isinstance(sizes, str) or not isinstance(sizes, Collection) or not sizes:
+        raise BadOption("sizes", sizes, accepted)
+    for size in sizes:
+        numbers = size if isinstance(size, (tuple, list)) and size else [size]
+        if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in numbers):
+            raise BadOption("sizes", size, accepted)
+    return tuple(sizes)
 
 
 def serve(graph: CompiledGraph, wish: Wish, args: list[Any]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -186,6 +187,9 @@ def _load(target: str) -> tuple[ModuleType, Callable[..., Any]]:
         found = found()
     if not callable(found):
         raise TargetError(target, f"is a {type(found).__name__}, which cannot be called")
+    body = found.forward if isinstance(found, torch.nn.Module) else found
+    if inspect.iscoroutinefunction(body) or inspect.isgeneratorfunction(body) or inspect.isasyncgenfunction(body):
+        raise TargetError(target, "does nothing when it is called: it is a coroutine or a generator")
     return module, found
 
 
