@@ -14,6 +14,7 @@ from typing import Any
 from torch_graph_backend.buckets import Ladder, clean, decode_ladder, default_ladder, exact_ladder, prefill_ladder
 from torch_graph_backend.errors import BadBuckets, BadOption, UnknownOption
 from torch_graph_backend.passes.reasons import Reason
+from torch_graph_backend.policies import GraphSlot, parse_slots
 
 #: Largest size of a phase's ladder when neither ``max_bs`` nor ``bs`` is given: decode in requests, prefill in tokens.
 #: Either ladder (36 and 50 sizes) fits the default of ``max_recordings``.
@@ -185,6 +186,25 @@ _PHASE_CHECKS: dict[str, dict[str, Check]] = {
 _SIZE_OF = re.compile(r"(?P<base>.*)\.size\(\)\[(?P<dim>\d+)\]")
 _ARGUMENT = re.compile(r"L\['(?P<name>[^']+)'\]")
 _LEAF = re.compile(r"(?:\['(?P<key>[^']+)'\]|\.(?P<attribute>\w+))$")
+_PATH = re.compile(r"\['(?P<key>[^']+)'\]|\[(?P<index>\d+)\]|\.(?P<attribute>\w+)")
+
+
+def argument_name(source: str) -> str:
+    """What the user calls an argument: ``L['batch']['ids']`` is ``batch.ids``, ``L['xs'][0]`` is ``xs.0``.
+
+    A source of another form is its own name.
+    """
+    argument = _ARGUMENT.match(source)
+    if argument is None:
+        return source
+    parts, at = [argument["name"]], argument.end()
+    while at < len(source):
+        step = _PATH.match(source, at)
+        if step is None:
+            return source
+        parts.append(step["key"] or step["index"] or step["attribute"])
+        at = step.end()
+    return ".".join(parts)
 
 
 def bucket_keys(source: str) -> list[str]:
@@ -230,6 +250,8 @@ class Config:
     * ``record`` ("second" | "never"; default "second"): record on the second call of a key, or always run uncaptured.
     * ``verify_memory`` (bool; default False): replay every segment twice, with other values in all memory that the call
       has not written, and raise MemoryFault if a result differs. For tests: slow.
+    * ``slots`` (dict of argument names to dicts or ``GraphSlot``, or list of ``GraphSlot``; default {}): declared
+      padding policies and sources of static input buffers, see ``torch_graph_backend.policies.GraphSlot``.
     * ``progress`` (bool; default False): show a progress bar while a key is recorded (a line without a terminal).
 
     ``guard_filter_fn`` and ``use_aoti`` belong to ``torch.compile`` and are ignored.
@@ -252,6 +274,7 @@ class Config:
     record: str = "second"
     progress: bool = False
     verify_memory: bool = False
+    slots: tuple[GraphSlot, ...] = ()
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | None = None, mode: str | None = None) -> Config:
@@ -284,6 +307,8 @@ class Config:
         if without:
             ops = changed["break_ops"]
             changed["break_ops"] = {op.target if isinstance(op, Without) else op: op not in without for op in ops}
+        if self.slots:
+            changed["slots"] = {slot.name: slot.to_dict() for slot in self.slots}
         if self.named_buckets:
             changed["buckets"] = {name: list(sizes) for name, sizes in self.named_buckets}
         return changed
@@ -360,5 +385,6 @@ _CHECKS: dict[str, Check] = {
     "record": _choice("second", "never"),
     "progress": _flag,
     "verify_memory": _flag,
+    "slots": parse_slots,
 }
 _DEFAULT = Config()

@@ -32,7 +32,7 @@ class Frame:
         self.sizes: dict[Any, int] = {s.symbol: v for s, v in zip(plan.symbols, sizes, strict=True)}
         self.direct = self._direct()
         self.slot_args = [s.arg for s in plan.slots]
-        self.slot_filler = Filler(entry.slots, entry.slot_windows, self.sizes)
+        self._fill_plan()
         self.bridge_fillers = {k: self._bridge_filler(which) for k, which in entry.bridges_after.items()}
         self.views: dict[int, list[CutView]] = {}
         if self.replays:
@@ -41,6 +41,21 @@ class Frame:
     @property
     def replays(self) -> bool:
         return True
+
+    def _fill_plan(self) -> None:
+        """How the slots and the counts are filled at this real size."""
+        e = self.entry
+        plan, registry = e.plan, e.registry
+        for slot, buffer, window in zip(plan.slots, e.slots, e.slot_windows, strict=True):
+            registry.check_slice(slot.arg, buffer, window, self.sizes)
+        computed = [k for k, s in enumerate(plan.slots) if s.arg in registry.computed]
+        tails = [s.policy.tail(s.pad_value) for s in plan.slots]
+        counts = list(zip(e.counts, plan.counts, strict=True))
+        numbers = [(t, self.sizes[c.symbol]) for t, c in counts if c.symbol is not None]
+        self.reads_numbers = len(numbers) < len(counts)
+        self.slot_filler = Filler(e.slots, e.slot_windows, self.sizes, computed, tails, numbers)
+        self.launches = self.slot_filler.launches + len(counts) - len(numbers)
+        self.post_fill = registry.post_fills(plan, self.slot_filler.real)
 
     def _direct(self) -> dict[int, torch.Tensor]:
         """Real rows that eager code writes itself, as it would see them: those with eager's strides."""
@@ -64,9 +79,12 @@ class Frame:
     # -- called by the generated driver --------------------------------------------------------------------------
 
     def fill(self, args: Sequence[Any]) -> None:
-        """Write every slot, real rows from the caller's arguments and tails from row 0; and every count."""
-        self.entry.write_counts(self.sizes, args)
-        self.slot_filler.fill([args[i] for i in self.slot_args])
+        """Write every slot, real rows from the caller's arguments and tails by their policy; and every count."""
+        if self.reads_numbers:
+            self.entry.write_numbers(args)
+        post_fill = self.post_fill
+        between = None if post_fill is None else lambda: post_fill(args)
+        self.slot_filler.fill([args[i] for i in self.slot_args], between)
 
     def segment(self, index: int) -> list[torch.Tensor]:
         """Replay a segment and take its cuts."""

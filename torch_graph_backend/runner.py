@@ -18,6 +18,7 @@ from torch.fx import GraphModule
 
 from torch_graph_backend.admission import Bounds, Inputs, Keys, grad_reason, mode_reason
 from torch_graph_backend.ahead import current_wish, serve
+from torch_graph_backend.buffer_registry import BufferRegistry
 from torch_graph_backend.codegen import Program, generate
 from torch_graph_backend.config import Config
 from torch_graph_backend.device_state import DeviceState
@@ -59,6 +60,7 @@ class CompiledGraph:
         #: Weights of other modules that share the graph, as they are met.
         self.given: list[weakref.ref[torch.Tensor]] = []
         self.closed = False
+        self.registry = BufferRegistry()
 
     @property
     def ir(self) -> NormalGraph | None:
@@ -72,6 +74,7 @@ class CompiledGraph:
         self.recorder = state.recorder
         self.turns_grad_on = normal.turns_grad_on
         self.reason = self.reason or plan.reason
+        self.registry.adopt(plan)
         self.entries = {}
         self.program: Program = generate(plan, normal)
         self.inputs = Inputs(plan, normal, written)
@@ -83,6 +86,8 @@ class CompiledGraph:
     # -- calls ---------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any) -> Any:
+        if self.registry.sourced:
+            args = tuple(self.registry.supplied(args))
         reason = self.reason or grad_reason(args, self.turns_grad_on) or mode_reason(self.ambient)
         if reason is not None:
             return self.eagerly(reason, args)
@@ -114,7 +119,7 @@ class CompiledGraph:
         self.ledger.count_eager(reason)
         if (wish := current_wish()) is not None:
             wish.done.append((self.name, "", reason))
-        return self.gm.forward(*args)
+        return self.gm.forward(*(self.registry.whole(args) if self.registry.computed else args))
 
     def refuse_if_strict(self, reason: Reason) -> None:
         """Raise, if the user asked for strictness, before anything of this call has run."""
@@ -247,13 +252,13 @@ class CompiledGraph:
         at = {s.symbol: v for s, v in zip(self.plan.symbols, sizes, strict=True)}
         at.update({s.symbol: b for s, b in zip(self.plan.bucketed, bucket, strict=True)})
         try:
-            entry = Entry(key, self.plan, self.normal, self.program, state, at, instance)
+            entry = Entry(key, self.plan, self.normal, self.program, state, at, instance, self.registry)
         except (torch.OutOfMemoryError, MemoryError) as error:
             state.relieve()
             text = f"the buffers of key {key} could not be allocated: {error}"
             return Reason("out-of-memory", text, fix="use fewer or smaller buckets")
         entry.verify = self.config.verify_memory
-        entry.refused = bucket_reason(entry)
+        entry.refused = bucket_reason(entry) or self.registry.shape_reason(self.plan, entry.slots, at)
         return entry
 
     def ahead(self, wished: Sequence[Any] | None, args: list[Any]) -> Iterator[tuple[ShapeKey, Entry | Reason]]:
@@ -296,6 +301,7 @@ class CompiledGraph:
         frame = entry.frame(sizes, args) if replay else entry.first_frame(sizes, args)
         with entry.recorder.replay_session():
             out = self.program.run(args, sizes, frame)
+        self.ledger.fill_launches += frame.launches
         if replay:
             entry.replays += 1
             if entry.replays == WORTH_RECORDING:

@@ -21,7 +21,17 @@ from torch_graph_backend.shape_key import ShapeKey
 
 _SECONDS = ("normalise", "plan", "record")
 #: What ``expect`` takes, alone or after ``min_`` and ``max_``.
-_COUNTS = ("graphs", "calls", "replays", "first_calls", "recordings", "eager", "padding_waste", "nbytes")
+_COUNTS = (
+    "graphs",
+    "calls",
+    "replays",
+    "first_calls",
+    "recordings",
+    "eager",
+    "padding_waste",
+    "fill_launches",
+    "nbytes",
+)
 #: What a difference subtracts of a key; its memory and its demoted segments are as they are now.
 _KEY_FIELDS = ("first_calls", "replays", "record_seconds", "rows_real", "rows_computed")
 
@@ -37,6 +47,7 @@ class GraphStats:
     recordings: int
     rows_real: int
     rows_computed: int
+    fill_launches: int
     nbytes: int
     eager: Counter[str]
     reasons: dict[str, Reason]
@@ -58,6 +69,7 @@ class GraphStats:
             ledger.recordings,
             ledger.rows_real,
             ledger.rows_computed,
+            ledger.fill_launches,
             sum(e.nbytes for e in graph.entries.values()),
             Counter(ledger.eager),
             dict(ledger.eager_texts),
@@ -77,6 +89,7 @@ class GraphStats:
             self.recordings - before.recordings,
             self.rows_real - before.rows_real,
             self.rows_computed - before.rows_computed,
+            self.fill_launches - before.fill_launches,
             self.nbytes - before.nbytes,
             eager,
             {code: reason for code, reason in self.reasons.items() if code in eager},
@@ -93,6 +106,7 @@ class GraphStats:
             "recordings": self.recordings,
             "eager": dict(self.eager),
             "padding_waste": _waste(self.rows_real, self.rows_computed),
+            "fill_launches": self.fill_launches,
             "nbytes": self.nbytes,
             "seconds": dict(self.seconds),
             "keys": {
@@ -113,8 +127,9 @@ class GraphStats:
 class Stats:
     """Counts over all graphs of a model. ``calls`` counts calls of compiled graphs (a model with graph breaks makes
     several a step); ``calls == replays + first_calls + sum(eager.values())``. ``padding_waste`` is the share of
-    computed rows that were padding, 0.0 to 1.0. ``seconds``: normalise, plan, record. ``nbytes``: memory that had to be
-    allocated for the keys there are now, buffers and recordings; graphs of a device share it.
+    computed rows that were padding, 0.0 to 1.0. ``fill_launches``: operations that filled slots. ``seconds``:
+    normalise, plan, record. ``nbytes``: memory that had to be allocated for the keys there are now, buffers and
+    recordings; graphs of a device share it.
 
     ``limits``: a sentence for each code object that has as many graphs as Dynamo makes of one (further ones run without
     a backend, and uncounted).
@@ -137,6 +152,10 @@ class Stats:
     @property
     def recordings(self) -> int:
         return sum(g.recordings for g in self.by_graph)
+
+    @property
+    def fill_launches(self) -> int:
+        return sum(g.fill_launches for g in self.by_graph)
 
     @property
     def nbytes(self) -> int:
@@ -183,7 +202,7 @@ class Stats:
 
         ``replays=3`` is exact; ``min_replays=3`` and ``max_padding_waste=0.2`` are bounds, themselves included. Names:
         ``graphs``, ``calls``, ``replays``, ``first_calls``, ``recordings``, ``eager`` (all codes together),
-        ``padding_waste``, ``nbytes``. An unknown name is a ``TypeError``.
+        ``padding_waste``, ``fill_launches``, ``nbytes``. An unknown name is a ``TypeError``.
         """
         wrong = []
         for name, value in wanted.items():
