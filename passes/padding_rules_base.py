@@ -20,6 +20,7 @@ from .padding_tails import constant
 from .padding_values import Span
 
 UNBOUNDED = sympy.oo
+LEAVES = "indices count on in padded rows and could leave the table"
 CLAMP = "clamp the indices to the rows of the table (which changes no valid one)"
 PROMISE = "if they are valid indices, say so with declare_indices"
 
@@ -149,10 +150,10 @@ class Call:
     def carried(self, size: object) -> bool:
         return mentions(size, self.symbol)
 
-    def oblige(self, condition: sympy.Basic) -> None:
+    def oblige(self, condition: sympy.Basic, otherwise: str = LEAVES, fix: str = CLAMP) -> None:
         """Record a condition on sizes that must hold with every symbol at its bucket; a false one is refused."""
         if condition == sympy.false:
-            raise RefusedError("indices count on in padded rows and could leave the table", fix=CLAMP)
+            raise RefusedError(otherwise, fix=fix)
         if condition != sympy.true:
             self.obligations.append(condition)
 
@@ -169,9 +170,7 @@ class Call:
     def entry_in_range(self, value: float | int | bool, rows: sympy.Expr) -> None:
         """Padded entries that are all ``value`` must stay inside ``rows`` rows, wherever real ones lie."""
         inside = sympy.sympify(value >= 0) & sympy.Lt(sympy.Integer(int(value)), rows)
-        if inside == sympy.false:
-            raise RefusedError(f"padded entries are {value}, and there are {rows} rows", fix="choose a valid pad_value")
-        self.oblige(inside)
+        self.oblige(inside, f"padded entries are {value}, and there are {rows} rows", "choose a valid pad_value")
 
     def look_up(self, table: Operand, dim: int, index: Operand) -> None:
         """Entries of ``index`` read ``table`` along ``dim``: padded ones stay inside, real ones read real rows.

@@ -15,6 +15,7 @@ import torch
 
 from torch_graph_backend.errors import BridgeMismatch
 from torch_graph_backend.plan import CapturedSegment, Cut, EagerRegion
+from torch_graph_backend.recorders.fill_choice import make_filler
 from torch_graph_backend.slots import CutView, Filler, evaluate, take_all
 
 if TYPE_CHECKING:
@@ -53,7 +54,8 @@ class Frame:
         counts = list(zip(e.counts, plan.counts, strict=True))
         numbers = [(t, self.sizes[c.symbol]) for t, c in counts if c.symbol is not None]
         self.reads_numbers = len(numbers) < len(counts)
-        self.slot_filler = Filler(e.slots, e.slot_windows, self.sizes, computed, tails, numbers)
+        specs = [s.spec for s in plan.slots]
+        self.slot_filler = make_filler(e.slots, e.slot_windows, self.sizes, specs, computed, tails, numbers)
         self.launches = self.slot_filler.launches + len(counts) - len(numbers)
         self.post_fill = registry.post_fills(plan, self.slot_filler.real)
 

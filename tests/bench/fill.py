@@ -1,4 +1,4 @@
-"""What filling the slots of a key costs on a GPU: grouped copies (``slots.Filler``) beside one kernel (``fill_triton``).
+"""What filling the slots of a key costs on a GPU: grouped copies (``Filler``) beside one kernel (``FusedFiller``).
 
     python tests/bench/fill.py [out.json] [--repeat 200]
 

@@ -12,13 +12,14 @@ moved in words of eight bytes.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 
 from torch_graph_backend.passes.padding_tails import Tail
-from torch_graph_backend.slots import Sizes, Window, evaluate
+from torch_graph_backend.slots import Filler, Sizes, Window
 
 try:
     import triton
@@ -41,27 +42,29 @@ ROW, VALUE, KEEP = range(3)
 if triton is not None:
 
     @triton.jit
-    def _move(to, source, bits, writes, reads, constant):
+    def _move(to: Any, source: Any, bits: Any, writes: Any, reads: Any, constant: Any) -> None:
         """One block of words of a size: from the source where it reads, else the constant."""
         word = tl.load(source, mask=reads, other=0)
         tl.store(to, tl.where(constant, bits.to(word.dtype), word), mask=writes)
 
     @triton.jit
-    def fill_kernel(table, sources, blocks, HEAD: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):
-        """A program moves ``BLOCK`` words of one job: ``blocks`` has the job and the first word."""
+    def fill_kernel(
+        table: Any, sources: Any, blocks: Any, head: tl.constexpr, columns: tl.constexpr, block: tl.constexpr
+    ) -> None:
+        """A program moves ``block`` words of one job: ``blocks`` has the job and the first word."""
         program = tl.program_id(0)
         job = tl.load(blocks + 2 * program)
-        row = table + job * COLUMNS
+        row = table + job * columns
         to, source = tl.load(row), tl.load(sources + job)
         count, size, kind, bits = tl.load(row + 1), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
-        at = tl.load(blocks + 2 * program + 1) + tl.arange(0, BLOCK)
+        at = tl.load(blocks + 2 * program + 1) + tl.arange(0, block)
         inside = at < count
         real = inside
         rest = at
         target = at * 0
         origin = at * 0
         for k in tl.static_range(4):  # the last dimension first
-            dim = row + HEAD + 4 * (3 - k)
+            dim = row + head + 4 * (3 - k)
             length, rows = tl.load(dim), tl.load(dim + 1)
             i = rest % length
             rest = rest // length
@@ -95,7 +98,11 @@ def missing() -> str:
 
 
 class FusedFiller:
-    """Fills buffers from sources of one real size, with one kernel. Made by ``fused``."""
+    """Fills buffers from sources of one real size, with one kernel. Made by ``fused``.
+
+    ``rows``: the table. ``fixed``: addresses of jobs that no source of a call serves. ``wide``: jobs that move words
+    larger than their elements; a call whose source is not aligned to them is served by ``plain``.
+    """
 
     launches = 1
 
@@ -107,48 +114,43 @@ class FusedFiller:
         copied: Sequence[int],
         wide: Collection[int],
         device: torch.device,
+        plain: Callable[[], Filler],
     ) -> None:
-        self.real, self.copied, self.device = real, tuple(copied), device
+        self.real, self.copied, self.device, self.plain = real, tuple(copied), device, plain
         self.fixed, self.wide, self.jobs = fixed, frozenset(wide), len(rows)
         blocks = [(job, at) for job, row in enumerate(rows) for at in range(0, row[1], BLOCK)]
-        self.programs = len(blocks)
+        self.grid = (len(blocks),)
         self.table = self._placed(rows)
         self.blocks = self._placed(blocks)
-        self.known: dict[tuple[int, ...], torch.Tensor] = {}
+        #: By the addresses of the sources; ``None``: not aligned.
+        self.known: dict[tuple[int, ...], torch.Tensor | None] = {}
 
     def _placed(self, values: Sequence[Any]) -> torch.Tensor:
         with torch.inference_mode(False), torch.no_grad():
             return torch.tensor(values, dtype=torch.int64, device=self.device)
 
     def fill(self, sources: Sequence[torch.Tensor], between: Callable[[], None] | None = None) -> None:
-        """As ``Filler.fill``; ``between`` runs first (it writes what no source has). A source that is not aligned to
-        the words it is moved in raises ``ValueError``: ask ``takes`` before."""
+        """As ``Filler.fill``; ``between`` runs first: the kernel reads what it writes."""
         if between is not None:
             between()
         pointers = tuple([sources[i].data_ptr() for i in self.copied])
-        addresses = self.known.get(pointers)
+        addresses = self.known[pointers] if pointers in self.known else self._addresses(pointers)
         if addresses is None:
-            addresses = self._addresses(pointers)
-        if self.programs:
-            fill_kernel[(self.programs,)](self.table, addresses, self.blocks, HEAD, COLUMNS, BLOCK)
+            self.plain().fill(sources)
+        elif self.grid[0]:
+            fill_kernel[self.grid](self.table, addresses, self.blocks, HEAD, COLUMNS, BLOCK)
 
-    def takes(self, sources: Sequence[torch.Tensor]) -> bool:
-        """Whether the sources are aligned to the words that they are moved in."""
-        return not any(sources[i].data_ptr() % 8 for i in self.wide)
-
-    def _addresses(self, pointers: tuple[int, ...]) -> torch.Tensor:
+    def _addresses(self, pointers: tuple[int, ...]) -> torch.Tensor | None:
         """Source addresses by job, on the device."""
         row = [0] * self.jobs
-        for job, pointer in zip(self.copied, pointers, strict=True):
-            if job in self.wide and pointer % 8:
-                raise ValueError("a source is not aligned to eight bytes")
+        for job, pointer in (*zip(self.copied, pointers, strict=True), *self.fixed.items()):
             row[job] = pointer
-        for job, pointer in self.fixed.items():
-            row[job] = pointer
-        with torch.inference_mode(False), torch.no_grad():
-            host = torch.tensor(row, dtype=torch.int64, pin_memory=self.device.type == "cuda")
-            made = host.to(self.device, non_blocking=True)
-        if len(self.known) < KNOWN:  # what was launched with is never freed: another stream may still read it
+        made = None
+        if not any(row[job] % 8 for job in self.wide):
+            with torch.inference_mode(False), torch.no_grad():
+                host = torch.tensor(row, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+                made = host.to(self.device, non_blocking=True)
+        if len(self.known) < KNOWN:  # nothing is ever evicted: a kernel on another stream may still read it
             self.known[pointers] = made
         return made
 
@@ -167,7 +169,8 @@ def fused(
     tails = tails or [None] * len(buffers)
     rows: list[list[int]] = []
     wide: set[int] = set()
-    real, fixed = [], {}
+    real: list[torch.Tensor] = []
+    fixed: dict[int, int] = {}
     for i, (buffer, window, stride, tail) in enumerate(zip(buffers, windows, strides, tails, strict=True)):
         view = window.real_rows(buffer, sizes)
         real.append(view)
@@ -183,7 +186,14 @@ def fused(
         fixed[len(rows)] = buffer.data_ptr()
         rows.append([buffer.data_ptr(), 1, 8, VALUE, number, *(v for _ in range(DIMS) for v in (1, 0, 0, 0))])
     copied = [i for i in range(len(buffers)) if i not in filled]
-    return FusedFiller(real, rows, fixed, copied, wide - set(filled), buffers[0].device) if rows else None
+    if not rows:
+        return None
+
+    @functools.cache
+    def plain() -> Filler:
+        return Filler(buffers, windows, sizes, filled, tails, numbers)
+
+    return FusedFiller(real, rows, fixed, copied, wide - set(filled), buffers[0].device, plain)
 
 
 def _job(
@@ -234,8 +244,3 @@ def _bits(value: float | int | bool, dtype: torch.dtype) -> int:
 
 def _signed(bits: int) -> int:
     return bits - (1 << 64) if bits >= 1 << 63 else bits
-
-
-def strides_at(specs: Sequence[Any], sizes: Sizes) -> list[tuple[int, ...]]:
-    """The strides that the sources of these specs have at the real sizes."""
-    return [tuple(evaluate(s, sizes) for s in spec.stride) for spec in specs]
