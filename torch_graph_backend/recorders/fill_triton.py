@@ -40,17 +40,17 @@ COLUMNS = HEAD + 4 * DIMS
 ROW, VALUE, KEEP = range(3)
 
 if triton is not None:
-
+    # No annotations but ``constexpr``: the compiler takes names in them for globals that it must know.
     @triton.jit
-    def _move(to: Any, source: Any, bits: Any, writes: Any, reads: Any, constant: Any) -> None:
+    def _move(to, source, bits, writes, reads, constant):  # type: ignore[no-untyped-def]
         """One block of words of a size: from the source where it reads, else the constant."""
         word = tl.load(source, mask=reads, other=0)
         tl.store(to, tl.where(constant, bits.to(word.dtype), word), mask=writes)
 
     @triton.jit
-    def fill_kernel(
-        table: Any, sources: Any, blocks: Any, head: tl.constexpr, columns: tl.constexpr, block: tl.constexpr
-    ) -> None:
+    def fill_kernel(  # type: ignore[no-untyped-def]
+        table, sources, blocks, head: tl.constexpr, columns: tl.constexpr, block: tl.constexpr
+    ):
         """A program moves ``block`` words of one job: ``blocks`` has the job and the first word."""
         program = tl.program_id(0)
         job = tl.load(blocks + 2 * program)
@@ -75,18 +75,18 @@ if triton is not None:
         writes = (inside & (real | (kinds != 2))).to(tl.int1)
         reads = (inside & (real | (kinds == 0))).to(tl.int1)
         constant = ((kinds == 1) & ~real).to(tl.int1)
-        if size == 8:
-            base, first = to.to(tl.pointer_type(tl.int64)), source.to(tl.pointer_type(tl.int64))
-            _move(base + target, first + origin, bits, writes, reads, constant)
+        if size == 8:  # a name that two branches give to pointers of two types would not compile
+            to8, from8 = to.to(tl.pointer_type(tl.int64)) + target, source.to(tl.pointer_type(tl.int64)) + origin
+            _move(to8, from8, bits, writes, reads, constant)
         elif size == 4:
-            base, first = to.to(tl.pointer_type(tl.int32)), source.to(tl.pointer_type(tl.int32))
-            _move(base + target, first + origin, bits, writes, reads, constant)
+            to4, from4 = to.to(tl.pointer_type(tl.int32)) + target, source.to(tl.pointer_type(tl.int32)) + origin
+            _move(to4, from4, bits, writes, reads, constant)
         elif size == 2:
-            base, first = to.to(tl.pointer_type(tl.int16)), source.to(tl.pointer_type(tl.int16))
-            _move(base + target, first + origin, bits, writes, reads, constant)
+            to2, from2 = to.to(tl.pointer_type(tl.int16)) + target, source.to(tl.pointer_type(tl.int16)) + origin
+            _move(to2, from2, bits, writes, reads, constant)
         else:
-            base, first = to.to(tl.pointer_type(tl.int8)), source.to(tl.pointer_type(tl.int8))
-            _move(base + target, first + origin, bits, writes, reads, constant)
+            to1, from1 = to.to(tl.pointer_type(tl.int8)) + target, source.to(tl.pointer_type(tl.int8)) + origin
+            _move(to1, from1, bits, writes, reads, constant)
 
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
