@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_graph_backend as tgb
+from torch_graph_backend import slots as slots_room
 from torch_graph_backend.config import Config
 from torch_graph_backend.errors import BadOption, UnknownOption
 from torch_graph_backend.passes.padding_tails import STALE, Tail
@@ -159,12 +160,19 @@ class Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.fixture(params=["one by one", "one kernel"])
+def grouping(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways of grouping, on a CPU: that of a CPU, and that of a device on which dense groups are one kernel."""
+    monkeypatch.setattr(slots_room, "GROUPED", {"cpu"} if request.param == "one kernel" else set())
+    return request.param
+
+
 @pytest.mark.parametrize("policy", list(P))
 @pytest.mark.parametrize("axis", ["bs", "tokens", "bs and tokens"])
-def test_operations_do_not_grow_with_the_slots_of_a_dtype(policy: P, axis: str) -> None:
-    """One and twelve slots take the same operations, all grouped; nothing but copies runs, so no tensor is made."""
+def test_operations_do_not_grow_with_the_slots_of_a_dtype(policy: P, axis: str, grouping: str) -> None:
+    """Six and twelve slots take the same operations, all grouped; nothing but copies runs, so no tensor is made."""
     seen = []
-    for count in (1, 12):
+    for count in (6, 12):
         slots = [Slot(axis, policy, policy, torch.float32) for _ in range(count)]
         tails = [s.applied.tail(value_of(s.applied)) for s in slots]
         filler = Filler([s.buffer for s in slots], [s.window for s in slots], {B: 2, T: 3}, tails=tails)
@@ -177,6 +185,37 @@ def test_operations_do_not_grow_with_the_slots_of_a_dtype(policy: P, axis: str) 
         assert set(ops.seen) == {"aten._foreach_copy_.default"}
         seen.append(ops.seen)
     assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("policy", [P.REPEAT_ROW, P.ZERO, P.FILL_SENTINEL])
+@pytest.mark.parametrize("axis", ["bs", "bs and tokens"])
+def test_groups_that_can_be_one_kernel_are(policy: P, axis: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pair of a group is dense and laid out alike, where its slot is padded in front: a group that holds one
+    expanded row is a kernel a tensor on CUDA."""
+    monkeypatch.setattr(slots_room, "GROUPED", {"cpu"})
+    for n in range(1, BUCKET[B]):
+        slots = [Slot("bs", policy, policy, torch.float32) for _ in range(9)]
+        slots += [Slot(axis, policy, policy, torch.float32) for _ in range(3)]
+        filler = fill(slots, {B: n, T: 3}, n)
+        for slot in slots:
+            slot.check()
+        groups = [*filler.constants, *filler.tails]
+        dense = [all(t.is_contiguous() and t.stride() == r.stride() for t, r in zip(*g, strict=True)) for g in groups]
+        front = {s.memory.data_ptr() for s in slots if list(s.padded) == [0]}
+        for good, (targets, _) in zip(dense, groups, strict=True):
+            assert good or not any(t.untyped_storage().data_ptr() in front for t in targets)
+        assert filler.launches <= 8
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(kinds, min_size=1, max_size=9), calls)
+def test_every_policy_where_dense_groups_are_one_kernel(chosen: list, sizes: list) -> None:
+    """The same promises, with tails that are doubled."""
+    before, slots_room.GROUPED = slots_room.GROUPED, {"cpu"}
+    try:
+        test_every_policy_and_axis_over_any_calls.hypothesis.inner_test(chosen, sizes)
+    finally:
+        slots_room.GROUPED = before
 
 
 def test_groups_are_pairs_of_dtypes() -> None:

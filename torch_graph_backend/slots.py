@@ -4,7 +4,8 @@ Contract (C4). ``fill`` writes the real rows of every buffer at every replay: th
 ``torch._foreach_copy_`` per pair of dtypes. The tail of each padded dimension becomes a copy of row 0, so that tails
 hold values a real row could hold: indices stay in range, no NaN appears. It is hygiene, not the proof of padding
 safety. A declared tail (``Tail``) is one value instead, or is left alone, and is something that the proof knows of. All
-views are made once per real size; a fill makes no tensor object, and its operations are as many as there are dtypes.
+views are made once per real size; a fill makes no tensor object, and its operations are as many as there are dtypes
+(on CUDA a few more, so that each is one kernel: see ``GROUPED``).
 """
 
 from __future__ import annotations
@@ -126,10 +127,11 @@ class Filler:
         dtypes: Sequence[torch.dtype] | None = None,
     ) -> None:
         self.real = [w.real_rows(b, sizes) for b, w in zip(buffers, windows, strict=True)]
-        groups: dict[tuple[torch.dtype, torch.dtype, torch.device], list[int]] = {}
+        groups: dict[tuple[torch.dtype, torch.dtype, torch.device, bool], list[int]] = {}
         for i, b in enumerate(buffers):
             if i not in filled:
-                groups.setdefault((b.dtype, b.dtype if dtypes is None else dtypes[i], b.device), []).append(i)
+                key = (b.dtype, b.dtype if dtypes is None else dtypes[i], b.device, _apart(self.real[i]))
+                groups.setdefault(key, []).append(i)
         self.groups = [(which, [self.real[i] for i in which]) for which in groups.values()]
         tails = tails or [None] * len(buffers)
         rows = [(b, w) for b, w, tail in zip(buffers, windows, tails, strict=True) if tail is None]
@@ -183,13 +185,46 @@ def _tails(
     buffers: Sequence[torch.Tensor], windows: Sequence[Window], sizes: Sizes
 ) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
     """Tail views and their sources, level by level: a later level copies what an earlier one wrote."""
-    levels: dict[tuple[int, torch.dtype, torch.device], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    levels: dict[tuple[int, torch.dtype, torch.device, int, bool], list[tuple[torch.Tensor, torch.Tensor, int]]] = {}
     for buffer, window in zip(buffers, windows, strict=True):
         for k, tail, part, dim in _parts(buffer, window, sizes):
-            targets, rows = levels.setdefault((k, buffer.dtype, buffer.device), ([], []))
-            targets.append(tail)
-            rows.append(part.narrow(dim, 0, 1).expand_as(tail))
-    return [levels[k] for k in sorted(levels, key=lambda key: key[0])]
+            # Where grouped copies are one kernel, tails that can be doubled are a group of their own, by their length.
+            doubles = _grouped(buffer) and dim == 0 and part.is_contiguous()
+            key = (k, buffer.dtype, buffer.device, tail.shape[dim] if doubles else 0, doubles)
+            levels.setdefault(key, []).append((tail, part, dim))
+    found: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+    for key in sorted(levels, key=lambda key: key[0]):
+        steps = _doublings(levels[key], key[3])
+        if not key[4] or len(steps) >= len(levels[key]):
+            steps = [([t for t, _, _ in levels[key]], [p.narrow(d, 0, 1).expand_as(t) for t, p, d in levels[key]])]
+        found += steps
+    return found
+
+
+def _doublings(
+    tails: Sequence[tuple[torch.Tensor, torch.Tensor, int]], length: int
+) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """Row 0 into the first row of each tail, that one into the next, those two into the next two, and so on.
+
+    Both sides of each copy are dense, so that the copies of all tails are one kernel; a row that is expanded is not.
+    """
+    steps = [([t.narrow(0, 0, 1) for t, _, _ in tails], [p.narrow(0, 0, 1) for _, p, _ in tails])] if length else []
+    done = 1
+    while done < length:
+        more = min(done, length - done)
+        steps.append(([t.narrow(0, done, more) for t, _, _ in tails], [t.narrow(0, 0, more) for t, _, _ in tails]))
+        done += more
+    return steps
+
+
+def _grouped(tensor: torch.Tensor) -> bool:
+    """Whether copies of many tensors on this device are one kernel, if all of them are dense."""
+    return tensor.device.type in GROUPED
+
+
+def _apart(view: torch.Tensor) -> bool:
+    """Whether a view would turn a group's one kernel into one a tensor."""
+    return _grouped(view) and not view.is_contiguous()
 
 
 def _constants(
@@ -200,27 +235,32 @@ def _constants(
     numbers: Sequence[tuple[torch.Tensor, int]],
 ) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
     """Tails of one value and single numbers, with tensors of that value: one group a dtype."""
-    groups: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    groups: dict[tuple[torch.dtype, torch.device, bool], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     found: list[tuple[torch.Tensor, float | int | bool]] = list(numbers)
     for buffer, window, tail in zip(buffers, windows, tails, strict=True):
         if tail is not None and tail.value is not None:
             found += [(part, tail.value) for _, part, _, _ in _parts(buffer, window, sizes)]
     for target, value in found:
-        targets, values = groups.setdefault((target.dtype, target.device), ([], []))
+        constant = _constant(target, value)
+        apart = _apart(target) or _apart(constant)
+        targets, values = groups.setdefault((target.dtype, target.device, apart), ([], []))
         targets.append(target)
-        values.append(_constant(target, value))
+        values.append(constant)
     return list(groups.values())
 
 
-#: Elements of a constant that is laid out in full: grouped copies are one kernel only if both sides are dense.
+#: Kinds of device on which ``_foreach_copy_`` is one kernel, if every pair of tensors is dense and laid out alike.
+GROUPED = {"cuda"}
+#: Elements of a constant that is laid out in full, for that reason.
 _DENSE = 1 << 16
 
 
 def _constant(target: torch.Tensor, value: float | int | bool) -> torch.Tensor:
     """A tensor like ``target`` that holds one value."""
     with torch.inference_mode(False), torch.no_grad():
-        if target.device.type != "cpu" and target.is_contiguous() and target.numel() <= _DENSE:
-            return torch.full(target.shape, value, dtype=target.dtype, device=target.device)
+        if _grouped(target) and target.is_contiguous() and target.numel() <= _DENSE:
+            laid = torch.empty_strided(target.shape, target.stride(), dtype=target.dtype, device=target.device)
+            return laid.fill_(value)
         return torch.full((), value, dtype=target.dtype, device=target.device).expand_as(target)
 
 
