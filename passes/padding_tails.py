@@ -64,11 +64,9 @@ def computed(call: Call, layout: Layout) -> Fact | None:
 
     Operands that are not padded must be numbers: another tensor's rows may differ.
     """
-    tensors = call.tensors()
+    tensors = call.tensors()  # broadcast: all of them carry the one dimension of the result
     values = [constant(t) for t in tensors]
     if not tensors or any(v is None for v in values) or len(layout.axes) != 1:
-        return None
-    if {t.fact.dim + len(call.out) - t.ndim for t in tensors} != {layout.dims[0]}:
         return None
     whole = call.dtypes[0] is not None and not (call.dtypes[0].is_floating_point or call.dtypes[0].is_complex)
     if not (_whole(values) if whole else call.op.overloadpacket.__name__ in EXACT):

@@ -397,6 +397,8 @@ CASES = {
     "product of a tail of one, in columns": (lambda i: i.t().to(torch.float64).prod(1), ["t1:T,3"], {}),
     "largest of a small tail": (lambda i: i.amax(), ["t-9:T"], {"amax": P}),
     "sum of a zero tail that was changed": (lambda i: i.clone().add_(1).sum(), ["t0:T"], {"sum": P}),
+    "sum of a zero tail that is changed": (lambda i: (i.add_(1), i.sum())[1], ["t0:T"], {"sum": P}),
+    "zero tails of two dims": (lambda i, j: (i[:, None] * j[None, :]).sum(), ["t0:T", "t0:T"], {"sum": P}),
     "look up by promise": (lambda a, i: a.repeat_interleave(2, 0)[i], ["T,8", "x:3"], {}),
     "look up by promise, behind padding": (lambda a, i: a.repeat(2, 1)[i], ["T,8", "x:3"], {"index": P}),
     "convolution in two dims, same size": (lambda a, w: F.conv2d(a, w, padding=1), ["1,3,T,8", "4,3,3,3"],

@@ -192,6 +192,19 @@ def test_recording_ahead_leaves_kept_tails_alone(device: str) -> None:
         assert torch.equal(large.slots[at][13:], torch.full((3, 4), 7.0, device=device))
 
 
+def test_recording_ahead_keeps_what_an_earlier_call_left() -> None:
+    """A key that had a call is recorded ahead: its warm-up must not change the tail that the next call finds."""
+    with compiled(one, dynamic=True, buckets=[8, 16], slots={"y": {"padding": "FOREACH_COPY"}}) as g:
+        x, y = two(14)
+        g(x, y)
+        tgb.capture(g, *two(5), sizes=[16])
+        large = next(e for e in entries(g) if e.size_args[0] == 16)
+        assert large.recorded
+        at = next(i for i, s in enumerate(large.plan.slots) if s.name == "L['y']")
+        g(*two(12))
+        assert torch.equal(large.slots[at][12:14], y[12:])
+
+
 # -- launches ----------------------------------------------------------------------------------------------------------
 
 

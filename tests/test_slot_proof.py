@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from graph_harness import compiled
+from graph_harness import compiled, take_one
 
 import torch_graph_backend as tgb
+from torch_graph_backend.passes.padding import analyse
+from torch_graph_backend.passes.padding_tails import Tail
 from torch_graph_backend.plan import Plan
 
 SIZES = (5, 6, 3, 7, 5, 2, 7)
@@ -344,6 +346,24 @@ def test_an_argument_that_the_graph_changes_has_no_declared_tail() -> None:
     ((name, reason),) = check(f, args, {"y": {"padding": "ZERO"}}).refused
     assert name == "y"
     assert "the graph changes this argument" in reason.text
+
+
+def test_the_proof_takes_no_tail_of_what_is_changed_for_a_fact() -> None:
+    """Also where nobody refused it before: a later read of the argument itself finds other entries."""
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return x.sum()
+
+    seen = take_one(f, torch.randn(5), dynamic=True)
+    value, total = (
+        next(p for p in seen.normal.placeholders if isinstance(p.meta["val"], torch.Tensor)),
+        seen.one("aten.sum"),
+    )
+    symbol = value.meta["val"].shape[0].node.expr
+    value.meta["tail"] = Tail(0)
+    for mutated in ((), (value,)):
+        found = analyse(seen.graph, [symbol], eager={}, mutated=frozenset(mutated))
+        assert (total in found.reasons) is bool(mutated)
 
 
 # -- mismatches --------------------------------------------------------------------------------------------------------
