@@ -9,7 +9,7 @@ segments.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -23,7 +23,12 @@ if TYPE_CHECKING:
 
 
 class Frame:
-    """The plan at one real size, replaying. Only buffers and views are held, nothing of the caller."""
+    """The plan at one real size, replaying. Only buffers and views are held, nothing of the caller.
+
+    ``cached``: frames of this kind serve many calls, so that preparing their fills pays.
+    """
+
+    cached: ClassVar[bool] = True
 
     def __init__(self, entry: Entry, sizes: tuple[int, ...]) -> None:
         self.entry = entry
@@ -54,7 +59,7 @@ class Frame:
         counts = list(zip(e.counts, plan.counts, strict=True))
         numbers = [(t, self.sizes[c.symbol]) for t, c in counts if c.symbol is not None]
         self.reads_numbers = len(numbers) < len(counts)
-        specs = [s.spec for s in plan.slots]
+        specs = [s.spec for s in plan.slots] if self.cached else None
         self.slot_filler = make_filler(e.slots, e.slot_windows, self.sizes, specs, computed, tails, numbers)
         self.launches = self.slot_filler.launches + len(counts) - len(numbers)
         self.post_fill = registry.post_fills(plan, self.slot_filler.real)
@@ -142,6 +147,8 @@ class Frame:
 class FirstFrame(Frame):
     """The plan at one real size, uncaptured: segments run as Python, on the same buffers."""
 
+    cached = False
+
     def __init__(self, entry: Entry, sizes: tuple[int, ...], args: Sequence[Any]) -> None:
         self.args = args
         self.values: dict[str, Any] = {}
@@ -182,6 +189,8 @@ class FirstFrame(Frame):
 
 class PartialFrame(Frame):
     """A replay of a key of which some segments are demoted: those run as Python, at every call."""
+
+    cached = False
 
     def __init__(self, entry: Entry, sizes: tuple[int, ...], args: Sequence[Any]) -> None:
         self.args = args

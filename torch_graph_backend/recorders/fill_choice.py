@@ -27,13 +27,14 @@ def make_filler(
     buffers: Sequence[torch.Tensor],
     windows: Sequence[Window],
     sizes: Sizes,
-    specs: Sequence[TensorSpec],
+    specs: Sequence[TensorSpec] | None,
     filled: Collection[int] = (),
     tails: Sequence[Tail | None] = (),
     numbers: Sequence[tuple[torch.Tensor, int]] = (),
 ) -> Filler | FusedFiller:
-    """What fills the slots of a key at one real size: the arguments of ``Filler``, and the ``specs`` of the sources."""
-    if FUSED_FROM is not None and len(buffers) >= FUSED_FROM and fusable(buffers):
+    """What fills the slots of a key at one real size: the arguments of ``Filler``, and the ``specs`` of the sources
+    (``None``: it will serve one call, and the kernel's table would cost more than it saves)."""
+    if specs is not None and FUSED_FROM is not None and len(buffers) >= FUSED_FROM and fusable(buffers):
         from torch_graph_backend.recorders.fill_triton import fused
 
         strides = [tuple(evaluate(s, sizes) for s in spec.stride) for spec in specs]
