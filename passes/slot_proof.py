@@ -109,12 +109,16 @@ def _helper(node: Node) -> bool:
 
 
 def _lost(before: Classified, after: Classified) -> Reason | None:
-    """Why the first node that was captured before is eager now; ``None`` if none is."""
+    """Why the first node that was captured before is eager now, or captured in a repaired form alone, which costs more
+    than the tail saves; ``None`` if none is."""
     kept = _captured(before)
     for node, verdict in after.verdicts.items():
         reason = verdict.reason
         if node.name in kept and reason is not None and reason.code not in _COST:
             return reason
+        if node.name in kept and verdict.repaired and not kept[node.name].meta.get("repaired"):
+            text = f"{name_of(kept[node.name])} would have to be rewritten: {verdict.repaired}"
+            return Reason("padding", text).at(where(node))
     return None
 
 

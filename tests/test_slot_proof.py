@@ -83,11 +83,11 @@ def look_up_args(n: int) -> tuple[torch.Tensor, ...]:
     [
         ({"padding": "ZERO"}, ""),
         ({"padding": "FILL_SENTINEL", "pad_value": ROWS - 1}, ""),
-        ({"padding": "FILL_SENTINEL", "pad_value": ROWS}, f"padded entries are {ROWS}, and there are {ROWS} rows"),
-        ({"padding": "FILL_SENTINEL", "pad_value": -1}, "padded entries are -1"),
-        ({"padding": "KEEP_PAD"}, "could leave the table"),
-        ({"padding": "FOREACH_COPY"}, "could leave the table"),
-        ({"padding": "FILL_ONCE", "pad_value": 1}, "could leave the table"),
+        ({"padding": "FILL_SENTINEL", "pad_value": ROWS}, "would have to be rewritten"),
+        ({"padding": "FILL_SENTINEL", "pad_value": -1}, "would have to be rewritten"),
+        ({"padding": "KEEP_PAD"}, "would have to be rewritten"),
+        ({"padding": "FOREACH_COPY"}, "would have to be rewritten"),
+        ({"padding": "FILL_ONCE", "pad_value": 1}, "would have to be rewritten"),
     ],
     ids=str,
 )
