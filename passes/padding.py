@@ -35,6 +35,7 @@ from .padding_state import (
     size_mentions,
     with_trash,
 )
+from .padding_tails import Tail, with_tail
 from .padding_values import Span, spans
 from .reasons import Reason
 
@@ -123,7 +124,8 @@ class _Interpreter:
         if "real_size" in node.meta:
             return self.count(val, node.meta["real_size"])
         if node.op in ("placeholder", "get_attr"):
-            return with_trash(self.natural(val, self.given(node, val)), node.meta.get(TRASH))
+            tail = node.meta.get("tail") if node not in self.mutated else None
+            return with_trash(self.natural(val, self.given(node, val), tail), node.meta.get(TRASH))
         if node.target is operator.getitem and isinstance(node.args[0], Node) and isinstance(node.args[1], int):
             source = self.values[node.args[0]]
             if node.args[0] in self.first:
@@ -142,14 +144,14 @@ class _Interpreter:
             return self.with_spans(node, self.natural(val))
         return self.judge(node, val)
 
-    def natural(self, val: object, span: Span | None = None) -> Outputs:
-        """Values that are padded from outside."""
-        parts = val if isinstance(val, (tuple, list)) else (val,)
+    def natural(self, val: object, span: Span | None = None, tail: Tail | None = None) -> Outputs:
+        """Values that are padded from outside, with copies of row 0 or as ``tail`` says."""
         outputs: list[TensorState | None] = []
-        for part in parts:
+        for part in val if isinstance(val, (tuple, list)) else (val,):
             if isinstance(part, torch.Tensor):
                 shape = shape_of(part)
-                outputs.append(TensorState(shape, part.dtype, tuple(natural_of(shape, s) for s in self.symbols), span))
+                layouts = tuple(with_tail(natural_of(shape, s), tail) for s in self.symbols)
+                outputs.append(TensorState(shape, part.dtype, layouts, span))
             else:
                 outputs.append(None)
         return tuple(outputs) if any(outputs) or isinstance(val, (tuple, list)) else ()
@@ -200,7 +202,7 @@ class _Interpreter:
         written = self.written(node)
         window = any(a in self.windows for a in written)
         mutable = node in self.mutated
-        key = (node.target, args, kwargs, fresh, mutable, window, self.float_bound)
+        key = (node.target, args, kwargs, fresh, mutable, window, self.float_bound, "reserved" in node.meta)
         verdict = self.memo.get(key)
         if verdict is None:
             verdict = self.memo[key] = self.verdict(node, args, dict(kwargs), fresh, mutable, window)
@@ -328,13 +330,13 @@ class _Interpreter:
             return trivial, [], False
         op = node.target
         entry = find_entry(op)
-        if not has_tensor((args, tuple(kwargs.values()))) and not any(fresh):
-            return trivial, [], False
-        if isinstance(op, OpOverload) and base_name(op) in SIZE_READS and not any(fresh):
+        reads_size = isinstance(op, OpOverload) and base_name(op) in SIZE_READS
+        if not any(fresh) and (reads_size or not has_tensor((args, tuple(kwargs.values())))):
             return trivial, [], False
         if entry is None or not isinstance(op, OpOverload):
             raise unknown(op)
         call = self.bind(op, i, symbol, args, kwargs, fresh)
+        call.reserved = "reserved" in node.meta
         for name, value in call.args.items():
             if name not in entry.sizes and size_mentions(value, symbol):
                 raise RefusedError("the size itself is used as data")

@@ -17,6 +17,7 @@ import torch
 
 from .layout import PLAIN, Fact, Layout
 from .padding_rules_base import Call, Operand
+from .padding_tails import rule_for
 
 Value = float | int | bool
 
@@ -25,6 +26,8 @@ def derive(call: Call, layout: Layout) -> Fact | None:
     """The fact about the first result of an operation whose layout is known."""
     rule = _DERIVED.get(call.op.overloadpacket.__name__)
     fact = rule(call, layout) if rule is not None else None
+    if fact is None and (carried := rule_for(call)) is not None:
+        fact = carried(call, layout)
     if fact is None or fact.kind in _ANYWHERE:
         return fact
     return fact if layout.get(fact.dim) == PLAIN else None

@@ -16,9 +16,11 @@ import torch
 from torch._ops import OpOverload
 
 from .layout import PLAIN, Axis, Fact, Layout, mentions, same
+from .padding_tails import constant
 from .padding_values import Span
 
 UNBOUNDED = sympy.oo
+LEAVES = "indices count on in padded rows and could leave the table"
 CLAMP = "clamp the indices to the rows of the table (which changes no valid one)"
 PROMISE = "if they are valid indices, say so with declare_indices"
 
@@ -101,6 +103,8 @@ class Call:
     outs: tuple[tuple[sympy.Expr, ...] | None, ...]
     dtypes: tuple[torch.dtype | None, ...]
     obligations: list[sympy.Basic] = field(default_factory=list)
+    #: The user reserves the row that padded entries of its index name (``padding_rules_index``).
+    reserved: bool = False
 
     def get(self, name: str, default: Any = None) -> Any:
         """An argument by schema name; ``default`` if the schema has none of that name."""
@@ -151,20 +155,27 @@ class Call:
     def carried(self, size: object) -> bool:
         return mentions(size, self.symbol)
 
-    def oblige(self, condition: sympy.Basic) -> None:
+    def oblige(self, condition: sympy.Basic, otherwise: str = LEAVES, fix: str = CLAMP) -> None:
         """Record a condition on sizes that must hold with every symbol at its bucket; a false one is refused."""
         if condition == sympy.false:
-            raise RefusedError("indices count on in padded rows and could leave the table", fix=CLAMP)
+            raise RefusedError(otherwise, fix=fix)
         if condition != sympy.true:
             self.obligations.append(condition)
 
     def in_range(self, index: Operand, rows: sympy.Expr) -> None:
         """Padded entries of an index must stay inside ``rows`` rows."""
         bound = index.layout.bound
+        if (value := constant(index)) is not None and not index.dtype.is_floating_point:
+            return self.entry_in_range(value, rows)
         if bound == UNBOUNDED and index.span is not None and index.span.end is not None:
             bound = index.span.end  # what is known of every entry, at any size
         if bound is not None:
             self.oblige(sympy.false if bound == UNBOUNDED else sympy.Le(bound, rows))
+
+    def entry_in_range(self, value: float | int | bool, rows: sympy.Expr) -> None:
+        """Padded entries that are all ``value`` must stay inside ``rows`` rows, wherever real ones lie."""
+        inside = sympy.sympify(value >= 0) & sympy.Lt(sympy.Integer(int(value)), rows)
+        self.oblige(inside, f"padded entries are {value}, and there are {rows} rows", "choose a valid pad_value")
 
     def look_up(self, table: Operand, dim: int, index: Operand) -> None:
         """Entries of ``index`` read ``table`` along ``dim``: padded ones stay inside, real ones read real rows.

@@ -13,6 +13,7 @@ import torch
 
 from .layout import Axis, Layout
 from .padding_rules_base import Call, Operand, RefusedError, broadcast, forbid, rule
+from .padding_tails import constant
 
 WRITTEN = "padded rows are written through an index"
 
@@ -109,6 +110,26 @@ def _trashed(call: Call, x: Operand, index: Operand, dim: int) -> bool:
     return bool(call.op._schema.is_mutable) and index.goes_to_trash(x, dim)
 
 
+def _reserved(call: Call, x: Operand, index: Operand, along: int, dim: int) -> bool:
+    """Whether padded rows write one row alone, which the user reserves for them by the declared tail of the index."""
+    value = constant(index)
+    if not call.reserved or value is None or index.fact.dim != along or x.axis(dim) is not None:
+        return False
+    call.entry_in_range(value, x.shape[dim] if x.shape else sympy.Integer(1))
+    return True
+
+
+def _one_reserved(call: Call, x: Operand, given: Sequence[Operand], d: int, together: int) -> bool:
+    """The same of several indices: each that is padded there names one row."""
+    dims = [k for k, i in enumerate(call.args["indices"]) if i is not None]
+    found = [
+        _reserved(call, x, i, d - together + i.ndim, dim)
+        for i, dim in zip(given, dims, strict=True)
+        if i.axis(d - together + i.ndim) is not None
+    ]
+    return bool(found) and all(found)
+
+
 def _row_local(call: Call, x: Operand, index: Operand, source: Operand | None, dim: int) -> Layout:
     """Writes that stay within each padded row: neither index nor source carries where ``x`` does not.
 
@@ -117,7 +138,7 @@ def _row_local(call: Call, x: Operand, index: Operand, source: Operand | None, d
     """
     again = call.op.overloadpacket.__name__.rstrip("_") == "scatter" and _again(call, x, index, dim, source, dim)
     trashed = _trashed(call, x, index, dim)
-    again = again or trashed
+    again = again or trashed or _reserved(call, x, index, dim, dim)
     for d in set(index.layout.dims) | set(source.layout.dims if source is not None else ()):
         if not (again and d == dim) and (d == dim or x.axis(d) is None):
             raise RefusedError(WRITTEN)
@@ -146,7 +167,7 @@ def index_write(call: Call) -> Layout:
     source = next((call.args[n] for n in ("source", "value") if isinstance(call.get(n), Operand)), None)
     name = call.op.overloadpacket.__name__.rstrip("_")
     again = name in ("index_copy", "index_fill") and _again(call, x, position, 0, source, dim)
-    again = again or _trashed(call, x, position, dim)
+    again = again or _trashed(call, x, position, dim) or _reserved(call, x, position, 0, dim)
     if not again and (position.carries or (source is not None and source.axis(dim) is not None)):
         raise RefusedError(WRITTEN)
     forbid(x, [dim], "writes rows of")
@@ -169,8 +190,8 @@ def index_put(call: Call) -> Layout:
     for d in {d + together - i.ndim for i in given for d in i.layout.dims}:
         alike = all(i.axis(d - together + i.ndim) is None or i.repeats(d - together + i.ndim) for i in given)
         at = first + d - ndim + values.ndim
-        alike = alike and (at < 0 or values.axis(at) is None or values.repeats(at))
-        if not trashed and (call.get("accumulate") or not alike):
+        alike = alike and (at < 0 or values.axis(at) is None or values.repeats(at)) and not call.get("accumulate")
+        if not trashed and not alike and not _one_reserved(call, x, given, d, together):
             raise RefusedError(WRITTEN)
         axes.pop(first + d)
         written.pop(first + d, None)

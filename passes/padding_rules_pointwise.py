@@ -9,6 +9,7 @@ import torch
 
 from .layout import Layout
 from .padding_rules_base import UNBOUNDED, Call, Operand, RefusedError, broadcast, content, for_outputs, rule
+from .padding_tails import constant
 
 #: Element-wise operations that torch does not tag as pointwise (mostly composites, whole before dispatch).
 UNTAGGED = (
@@ -58,7 +59,8 @@ def _no_new_zero(call: Call, operands: Sequence[Operand]) -> None:
     divisor = call.get("other")
     if isinstance(divisor, (int, sympy.Integer)) and divisor > 0:  # minus one overflows for the smallest integer
         return
-    if any(o.layout.bound is not None and not o.dtype.is_floating_point for o in operands[-1:]):
+    divisors = [o for o in operands[-1:] if o.layout.bound is not None and not o.dtype.is_floating_point]
+    if any(not constant(o) for o in divisors):  # a constant other than zero is fine
         raise RefusedError("a divisor that counts on in padded rows could be zero there")
 
 

@@ -42,6 +42,7 @@ CODES: dict[str, str] = {
     "nothing-to-capture": "no operation of this graph can be captured",
     "metadata-mutation": "an operation changes a tensor's metadata in place",
     "symbol-unreadable": "a size symbol cannot be read from the arguments",
+    "slot-refused": "a declared slot contradicts the padding proof, or the graph, and is not applied",
     # call codes
     "grad": "gradients are needed",
     "beyond-largest-bucket": "a size exceeds the largest bucket",
@@ -61,6 +62,7 @@ CODES: dict[str, str] = {
     "busy": "it was called from inside too many breaks of calls of compiled graphs",
     "no-recorder": "there is no recorder for this device",
     "disabled": "capturing is turned off",
+    "slot-mismatch": "a declared slot does not have the shape that shape_fn gives",
     # answers of would_replay alone: no call is counted with them
     "not-recorded": "nothing is recorded yet that would serve such a call",
     "unknown": "what the call would do cannot be told without making it",
@@ -91,6 +93,7 @@ FIXES: dict[str, str] = {
     "normalise-failed": "change what the text names; report an unexpected error with its traceback",
     "nothing-to-capture": "see the reasons of its operations in tgb.explain",
     "metadata-mutation": "write x = x.squeeze(0) for x.squeeze_(0)",
+    "slot-refused": "declare a policy that the text allows, or leave the slot undeclared",
     "symbol-unreadable": "pass a tensor that has the size as a dimension, or the size as an int",
     "grad": "call the model under torch.no_grad() or torch.inference_mode()",
     "beyond-largest-bucket": "list a larger size in options['buckets'], or raise max_size",
@@ -109,6 +112,7 @@ FIXES: dict[str, str] = {
     "dispatch-mode": "leave the dispatch mode (a FLOP counter, say) for this call",
     "busy": "do not call the compiled function from inside one of its own breaks",
     "no-recorder": "use a CPU or a CUDA device",
+    "slot-mismatch": "correct shape_fn, or leave it out",
     "disabled": "see the options enabled, record and the phase's backend",
     "capture-failed": "make the operation that the log names a break op",
     "not-recorded": "call the function twice with such arguments",

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 import torch_graph_backend as tgb
 from torch_graph_backend import registry, slots
+from torch_graph_backend.recorders import fill_choice
 from torch_graph_backend.runner import CompiledGraph
 
 #: Fills of float tails; ``None`` is the real one (row 0).
@@ -107,12 +108,13 @@ def _plain(value: Any) -> bool:
 @contextmanager
 def poisoned(seed: int = 0) -> Iterator[Poison]:
     """Every tail that is filled inside is poisoned."""
-    poison, real = Poison(seed), slots.fill_tails
+    poison, real, chosen = Poison(seed), slots.fill_tails, fill_choice.FUSED_FROM
     slots.fill_tails = poison.fill_tails
+    fill_choice.FUSED_FROM = None  # one kernel would fill the tails itself
     try:
         yield poison
     finally:
-        slots.fill_tails = real
+        slots.fill_tails, fill_choice.FUSED_FROM = real, chosen
 
 
 # -- comparing ---------------------------------------------------------------------------------------------------------

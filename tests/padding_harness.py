@@ -18,6 +18,7 @@ from torch_graph_backend.passes.alias import hidden_writes, is_random
 from torch_graph_backend.passes.layout import Layout, expr_of
 from torch_graph_backend.passes.padding import PaddingResult, analyse
 from torch_graph_backend.passes.padding_rules_declared import PROMISED
+from torch_graph_backend.passes.padding_tails import STALE, Tail
 
 HINT = {"T": 7, "B": 5}
 REAL = {"T": 5, "B": 3}
@@ -26,6 +27,8 @@ BUCKET = {"T": 10, "B": 6}
 PROMISE = "promised by the padding harness"
 PROMISED[PROMISE] = None
 FILLS = ("row0", "random", "nan")
+#: What a tail that is kept holds.
+JUNK = 1000
 
 
 class EagerFailsError(Exception):
@@ -51,7 +54,10 @@ class Traced:
 
 
 def parse(spec: str) -> tuple[list[str | int], str]:
-    """``"i:B,T,8"`` -> dims and kind: ``f`` float, ``i`` index below 4, ``x`` promised index 4 to 7, ``b`` boolean."""
+    """``"i:B,T,8"`` -> dims and kind: ``f`` float, ``i`` index below 4, ``x`` promised index 4 to 7, ``b`` boolean.
+
+    ``t5``: an index below 4 whose padded entries are declared to be 5; ``k``: one whose padded entries are kept.
+    """
     kind, _, dims = spec.rpartition(":")
     return [d if d.isalpha() else int(d) for d in dims.split(",") if d], kind or "f"
 
@@ -63,7 +69,7 @@ def tensor(spec: str, sizes: dict[str, int], seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     if kind == "x":
         return torch.randint(4, 8, shape, generator=generator)
-    if kind == "i":
+    if kind == "i" or kind[0] in "tk":
         return torch.randint(0, 4, shape, generator=generator)
     values = torch.randn(shape, generator=generator)
     return values > 0 if kind == "b" else values
@@ -75,7 +81,10 @@ def trace(function: Callable[..., object], specs: Sequence[str]) -> tuple[GraphM
     names = [{k: d for k, d in enumerate(parse(spec)[0]) if isinstance(d, str)} for spec in specs]
     gm, symbols = trace_tensors(function, tensors, names)
     for node, spec in zip(gm.graph.find_nodes(op="placeholder"), specs, strict=True):
-        node.meta["source"] = PROMISE if parse(spec)[1] == "x" else ""
+        kind = parse(spec)[1]
+        node.meta["source"] = PROMISE if kind == "x" else ""
+        if kind[0] in "tk":
+            node.meta["tail"] = STALE if kind == "k" else Tail(int(kind[1:]))
     return gm, symbols
 
 
@@ -161,13 +170,18 @@ def cut(
     return value
 
 
-def fill(value: torch.Tensor, layouts: dict[sympy.Symbol, Layout], bucket: dict, how: str) -> torch.Tensor:
-    """A tensor padded from outside: row 0 repeated, or junk (indices and booleans always repeat row 0)."""
+def fill(
+    value: torch.Tensor, layouts: dict[sympy.Symbol, Layout], bucket: dict, how: str, declared: Tail | None = None
+) -> torch.Tensor:
+    """A tensor padded from outside: row 0 repeated, or junk (indices and booleans always repeat row 0); or as declared,
+    where a tail that is kept holds an index that no table has."""
     for symbol, layout in layouts.items():
         for d, _ in layout.axes:
             extra = bucket[symbol] - value.shape[d]
             tail = value.narrow(d, 0, 1).expand(*[extra if k == d else -1 for k in range(value.dim())]).clone()
-            if how != "row0" and value.is_floating_point():
+            if declared is not None:
+                tail.fill_(JUNK if declared.value is None else declared.value)
+            elif how != "row0" and value.is_floating_point():
                 tail = torch.full_like(tail, float("nan")) if how == "nan" else torch.randn_like(tail) * 1e4
             value = torch.cat([value, tail], d)
     return value.clone()
@@ -208,7 +222,7 @@ def check_tensors(
             break
         if node.op == "placeholder":
             env_n[node] = next(inputs).clone()
-            env_b[node] = fill(env_n[node], layouts[0], bucket, how)
+            env_b[node] = fill(env_n[node], layouts[0], bucket, how, node.meta.get("tail"))
             continue
         if node.op == "get_attr":
             env_n[node] = env_b[node] = getattr(traced.gm, node.target)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch_graph_backend.buckets import decode_ladder, default_ladder, prefill_ladder
 from torch_graph_backend.config import DEFAULT_MAX_BS, Config, bucket_keys
 from torch_graph_backend.errors import BadBuckets, BadOption, UnknownOption
+from torch_graph_backend.policies import GraphSlot, PaddingPolicy
 
 IDS = "L['input_ids'].size()"
 TOP = [f.name for f in dataclasses.fields(Config) if f.name != "named_buckets"]
@@ -50,6 +51,7 @@ def test_every_option_is_read():
         "progress": True,
         "audit": "every:7",
         "trash_rows": {"cache": 0, "other": 3},
+        "slots": {"lens": {"padding": "FILL_SENTINEL", "pad_value": 1}},
     }
     config = Config.parse(given_)
     assert config.buckets == (4, 8)
@@ -59,6 +61,7 @@ def test_every_option_is_read():
     assert config.break_ops == ("ns::op", torch.ops.aten.mm.default, operator.add)
     assert config.progress is True
     assert (config.audit, config.trash_rows) == ("every:7", (("cache", 0), ("other", 3)))
+    assert config.slots == (GraphSlot("lens", padding_policy=PaddingPolicy.FILL_SENTINEL, pad_value=1),)
     assert (config.outputs, config.max_bytes, config.verify_memory) == ("view", 2**30, True)
     assert (config.enabled, config.strict, config.record) == (False, True, "never")
     assert Config.parse({"phase": "prefill"}).active == Config().prefill

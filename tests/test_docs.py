@@ -34,6 +34,7 @@ SCRIPTS = {
     "docs/getting-started.md": "getting_started.py",
     "docs/padding.md": "padding_page.py",
     "docs/repair.md": "repair_page.py",
+    "docs/slots.md": "slots_page.py",
 }
 #: Symbol names are torch's, and the number of graphs is the model code's: the shown output is that of these versions.
 SHOWN_WITH = {"torch": "2.13.", "transformers": "5.24."}

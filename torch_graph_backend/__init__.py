@@ -20,6 +20,7 @@ from torch_graph_backend.errors import TorchGraphBackendError
 from torch_graph_backend.explain import Explanation, explain, plans
 from torch_graph_backend.passes.reasons import Reason
 from torch_graph_backend.plan import Plan
+from torch_graph_backend.policies import GraphSlot, PaddingPolicy
 from torch_graph_backend.shape_key import ShapeKey
 from torch_graph_backend.stats import Stats, measure, stats
 from torch_graph_backend.step import Step, current_step
@@ -32,6 +33,8 @@ except PackageNotFoundError:  # a source tree that was never installed
 
 __all__ = [
     "Explanation",
+    "GraphSlot",
+    "PaddingPolicy",
     "Plan",
     "Reason",
     "Registered",

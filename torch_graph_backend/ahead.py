@@ -16,7 +16,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torch_graph_backend.errors import BadOption, NothingToRecord
+from torch_graph_backend.instances import Instance
+from torch_graph_backend.ledger import log
 from torch_graph_backend.passes.reasons import Reason
+from torch_graph_backend.shape_key import ShapeKey, recording_order
 
 if TYPE_CHECKING:
     from torch_graph_backend.entry import Entry
@@ -80,11 +83,48 @@ def serve(graph: CompiledGraph, wish: Wish, args: list[Any]) -> None:
     """Record the wished keys of one graph, whose call with ``args`` just ended. The caller holds the lock."""
     _wish.set(None)  # the segments of this graph call no other graph; a nested capture would be a surprise
     try:
-        for key, found in graph.ahead(wish.sizes, args):
+        for key, found in _keys(graph, wish.sizes, args):
             reason = found if isinstance(found, Reason) else _record(graph, found, args)
             wish.done.append((graph.name, str(key), reason))
     finally:
         _wish.set(wish)
+
+
+def _keys(
+    graph: CompiledGraph, wished: Sequence[Size] | None, args: list[Any]
+) -> Iterator[tuple[ShapeKey, Entry | Reason]]:
+    """The keys to record, largest first, each with its entry or why it has none."""
+    real = graph.program.sizes_of(args)
+    picked: dict[ShapeKey, tuple[Any, tuple[int, ...]]] = {}
+    for choice in graph.keys.choices(wished, real):
+        sizes = list(real)
+        for i, n in zip(graph.keys.bucketed, choice, strict=True):
+            sizes[i] = n
+        found = graph.keys.pick(tuple(sizes))
+        key, bucket = (ShapeKey.of(choice, ()), found) if isinstance(found, Reason) else found
+        picked.setdefault(key, (bucket, tuple(sizes)))
+    if wished is not None and not graph.keys.bucketed:
+        log.warning("%s: no size is dynamic, only this call's are recorded; mark dimensions as dynamic", graph.name)
+    for key in recording_order(picked):
+        bucket, at = picked[key]
+        yield key, bucket if isinstance(bucket, Reason) else _entry(graph, key, bucket, at, args)
+
+
+def _entry(
+    graph: CompiledGraph, key: ShapeKey, bucket: Sequence[int], sizes: tuple[int, ...], args: list[Any]
+) -> Entry | Reason:
+    instance = graph.instances.find(args) or graph.new_instance(args)  # new if an audit has just changed the plan
+    if not isinstance(instance, Instance):
+        return instance or Reason("moving-input")
+    state = graph.state.idle()
+    assert state is not None
+    at = (key, instance.number, state.depth)
+    entry = graph.entries.get(at) or graph.make_entry(key, bucket, sizes, instance, state)
+    if isinstance(entry, Reason):
+        return entry
+    graph.entries[at] = entry
+    state.used(entry)
+    return entry.refused or graph.inputs.pinned_reason(args, sizes) or entry
 
 
 def _record(graph: CompiledGraph, entry: Entry, args: list[Any]) -> Reason | None:

@@ -3,7 +3,8 @@
 Contract (C1). Every slot and bridge is written in a call before it is read in the same call, and one call runs at a
 time on a device; so two keys may use the same bytes. ``take`` lays out the buffers of one key in existing chunks,
 first fit, and allocates one more chunk for what does not fit: together the chunks are about as large as the largest
-key needs. A chunk lives as long as a ``Lease`` on it; the arena itself holds chunks weakly.
+key needs. Only what has to survive from call to call has memory of its own (``own``). A chunk lives as long as a
+``Lease`` on it; the arena itself holds chunks weakly.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Arena:
     def __init__(self, allocate: Callable[[int], torch.Tensor]) -> None:
         self._allocate = allocate
         self._chunks: list[weakref.ref[torch.Tensor]] = []  # no WeakSet: tensors do not compare to a bool
+        self._owned: list[weakref.ref[torch.Tensor]] = []
 
     def _living(self) -> list[torch.Tensor]:
         """All chunks, largest first: that fits best."""
@@ -45,12 +47,26 @@ class Arena:
 
     @property
     def nbytes(self) -> int:
-        return sum(c.numel() for c in self._living())
+        return sum(c.numel() for c in (*self._living(), *self._private()))
+
+    def _private(self) -> list[torch.Tensor]:
+        return [c for ref in self._owned if (c := ref()) is not None]
 
     @property
     def storages(self) -> set[int]:
         """Addresses of the memory that buffers lie in."""
-        return {c.untyped_storage().data_ptr() for c in self._living()}
+        return {c.untyped_storage().data_ptr() for c in (*self._living(), *self._private())}
+
+    def own(self, layouts: Sequence[Layout]) -> Lease:
+        """Buffers that no other lease will ever lie on: what they hold stays. Contents are what was allocated."""
+        if not layouts:
+            return Lease((), (), 0)
+        sizes = [_nbytes(layout) for layout in layouts]
+        chunk = self._allocate(sum(sizes))
+        self._owned = [ref for ref in self._owned if ref() is not None] + [weakref.ref(chunk)]
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        buffers = tuple(_on(chunk, at, layout) for at, layout in zip(starts, layouts, strict=True))
+        return Lease(buffers, (chunk,), sum(sizes))
 
     def take(self, layouts: Sequence[Layout]) -> Lease:
         """Buffers of these layouts, none overlapping another of the same lease; contents are whatever was there."""

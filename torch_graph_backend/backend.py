@@ -18,6 +18,7 @@ from torch.fx import GraphModule, Node
 
 from torch_graph_backend import debug, registry
 from torch_graph_backend.break_ops import break_predicate
+from torch_graph_backend.buffer_registry import BufferRegistry
 from torch_graph_backend.config import Config
 from torch_graph_backend.declare import report_unmatched
 from torch_graph_backend.device_state import cleanup_all, state_of
@@ -30,12 +31,12 @@ from torch_graph_backend.passes.host_scalars import host_scalars
 from torch_graph_backend.passes.normalize import NormalGraph, NormaliseError, normalise
 from torch_graph_backend.passes.padding_rules_declared import TRASH, trash_row_of
 from torch_graph_backend.passes.reasons import Reason
-from torch_graph_backend.passes.repair import repair
+from torch_graph_backend.passes.slot_proof import prove
 from torch_graph_backend.passes.source_lines import function_name
 from torch_graph_backend.passes.symbols import unreadable
 from torch_graph_backend.passes.torch_api import TracingContext, reset_with_dynamo
 from torch_graph_backend.plan import Plan
-from torch_graph_backend.plan_build import build_plan
+from torch_graph_backend.plan_build import Declared, build_plan
 from torch_graph_backend.runner import CompiledGraph
 from torch_graph_backend.step import stepped
 
@@ -178,8 +179,15 @@ class _Compiler:
                 refused=self.refused,
             )
 
-        normal, classified = repair(normal, judge, kernels)
-        plan = build_plan(self.name, device, normal, classified, views)
+        registry = BufferRegistry(self.config.slots, normal.placeholders, self.config.phase)
+        proved = prove(normal, judge, kernels, registry.tails, registry.names, registry.vet)
+        normal, classified = proved.normal, proved.classified
+        registry.refuse(proved.refused)
+        refused = tuple((registry.declared[i].name, reason) for i, reason in registry.refused.items())
+        plan = build_plan(
+            self.name, device, normal, classified, views, Declared(registry.policy, proved.declared, refused)
+        )
+        self.graph.registry = registry
         layouts = {n.name: found for n, found in classified.layouts.items()}
         found = state_of(device)
         if isinstance(found, Reason):
@@ -204,6 +212,18 @@ class _Compiler:
 
     def report(self, plan: Plan) -> None:
         log.debug("%s", plan)
+        for _, reason in plan.refused:
+            log.warning("%s: not applied: %s", self.name, reason)
+        for op in plan.declared_ops():
+            log.info("%s: %s %s", self.name, op.op, op.declared)
+        read = {s.arg for s in plan.slots}
+        for i, slot in self.graph.registry.declared.items():
+            if i not in read:
+                log.info(
+                    "%s: slot %r is not used: no segment reads this argument through a buffer", self.name, slot.name
+                )
+        for name in self.graph.registry.unknown:
+            log.warning("%s: options['slots'][%r] names no argument of this graph", self.name, name)
         for name in self.config.unmatched([s.source for s in plan.bucketed]):
             log.warning("%s: options['buckets'][%r] matches no bucketed size of this graph", self.name, name)
 

@@ -7,13 +7,29 @@ else with an error that names the option, so a typo never silently does nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from torch_graph_backend.buckets import Ladder, clean, decode_ladder, default_ladder, exact_ladder, prefill_ladder
+from torch_graph_backend.buckets import Ladder, decode_ladder, default_ladder, exact_ladder, prefill_ladder
 from torch_graph_backend.errors import BadBuckets, BadOption, UnknownOption
+from torch_graph_backend.option_checks import (
+    Check,
+    Without,
+    audit_option,
+    break_ops_option,
+    buckets_option,
+    choice,
+    flag,
+    optional,
+    phase_backend_option,
+    positive,
+    sizes_option,
+    strict_option,
+    trash_rows_option,
+)
 from torch_graph_backend.passes.reasons import Reason
+from torch_graph_backend.policies import GraphSlot, parse_slots
 
 #: Largest size of a phase's ladder when neither ``max_bs`` nor ``bs`` is given: decode in requests, prefill in tokens.
 #: Either ladder (36 and 50 sizes) fits the default of ``max_recordings``.
@@ -21,117 +37,6 @@ DEFAULT_MAX_BS = {"decode": 256, "prefill": 4096}
 
 #: Options that ``torch.compile`` takes out of ``options`` itself.
 _TORCH_OPTIONS = frozenset({"guard_filter_fn", "use_aoti"})
-
-Check = Callable[[str, Any], Any]
-
-
-@dataclass(frozen=True)
-class Without:
-    """An entry of ``break_ops`` that is no break in this compile, though it is registered."""
-
-    target: Any
-
-
-def _positive(name: str, value: Any) -> int:
-    """An int >= 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise BadOption(name, value, "an int >= 1")
-    return value
-
-
-def _flag(name: str, value: Any) -> bool:
-    """A bool and nothing that merely behaves like one."""
-    if not isinstance(value, bool):
-        raise BadOption(name, value, "True or False")
-    return value
-
-
-def _strict(name: str, value: Any) -> bool | str:
-    """A bool, or ``"ops"``."""
-    if not isinstance(value, bool) and value != "ops":
-        raise BadOption(name, value, "True or False, or 'ops'")
-    return value
-
-
-def _choice(*accepted: str | None) -> Check:
-    """A check for one of ``accepted``."""
-
-    def check(name: str, value: Any) -> Any:
-        if (value is None or isinstance(value, str)) and value in accepted:
-            return value
-        raise BadOption(name, value, " or ".join(map(repr, accepted)))
-
-    return check
-
-
-def _audit(name: str, value: Any) -> str | None:
-    """When to audit."""
-    if value in (None, "off", "capture"):
-        return None if value is None else str(value)
-    if isinstance(value, str) and re.fullmatch(r"every:[1-9]\d*", value):
-        return value
-    raise BadOption(name, value, "None, 'off', 'capture' or 'every:N' with N >= 1", fix="such as 'every:1000'")
-
-
-def _trash_rows(name: str, value: Any) -> tuple[tuple[str, int], ...]:
-    """``{argument: row}`` as pairs, in the order given."""
-    accepted = "a dict of argument names to row numbers >= 0, such as {'cache': 0}"
-    if not isinstance(value, Mapping):
-        raise BadOption(name, value, accepted)
-    for key, row in value.items():
-        if not (isinstance(key, str) and key.isidentifier()) or isinstance(row, bool) or not isinstance(row, int):
-            raise BadOption(name, value, accepted)
-        if row < 0:
-            raise BadOption(name, value, accepted)
-    return tuple(value.items())
-
-
-def _optional(check: Check) -> Check:
-    """``check``, but None is accepted too."""
-    return lambda name, value: None if value is None else check(name, value)
-
-
-def _sizes(name: str, value: Any) -> tuple[int, ...]:
-    """A list of sizes, cleaned."""
-    return clean(value, name)
-
-
-def _phase_backend(name: str, value: Any) -> str:
-    """How a phase is recorded; a removed name is answered with its successor."""
-    accepted = ("full", "breakable", "disabled")
-    if value == "tc_piecewise":
-        raise BadOption(name, value, " or ".join(map(repr, accepted)), fix="use 'breakable' instead of 'tc_piecewise'")
-    return _choice(*accepted)(name, value)
-
-
-def _break_ops(name: str, value: Any) -> tuple[Any, ...]:
-    """Names and callables (functions, op overloads, higher-order ops), without duplicates, in the order given.
-
-    A dict says for each whether it is a break in this compile: those that are not become ``Without``.
-    """
-    accepted = "a list of op names ('namespace::op'), ops or functions, or a dict of them to True or False"
-    if isinstance(value, Mapping):
-        if not all(isinstance(chosen, bool) for chosen in value.values()):
-            raise BadOption(name, value, accepted)
-        chosen = _break_ops(name, list(value))
-        return tuple(op if value[op] else Without(op) for op in chosen)
-    if not isinstance(value, (list, tuple)):
-        raise BadOption(name, value, accepted)
-    for op in value:
-        named = isinstance(op, str) and bool(op.strip())
-        if not named and not (callable(op) and isinstance(op, Hashable)):
-            raise BadOption(name, op, accepted)
-    return tuple(dict.fromkeys(value))
-
-
-def _named_buckets(name: str, value: Mapping[Any, Any]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """``{symbol name: sizes}`` as pairs in the order given."""
-    for key in value:
-        if not isinstance(key, str) or not key:
-            raise BadOption(name, key, "a dict whose keys are names, such as 'input_ids:1'")
-        if re.search(r":-\d+$", key):
-            raise BadOption(name, key, "a dict whose dimensions are counted from the front, such as 'input_ids:1'")
-    return tuple((key, clean(sizes, f"{name}[{key!r}]")) for key, sizes in value.items())
 
 
 def _known(options: Any, checks: Mapping[str, Check], scope: str, ignored: Iterable[str] = ()) -> dict[str, Any]:
@@ -195,9 +100,9 @@ class PhaseConfig:
 _PHASE_BACKENDS = {"decode": "full", "prefill": "breakable"}
 _PHASE_LADDERS = {"decode": decode_ladder, "prefill": prefill_ladder}
 _DECODE_CHECKS: dict[str, Check] = {
-    "backend": _phase_backend,
-    "max_bs": _optional(_positive),
-    "bs": _optional(_sizes),
+    "backend": phase_backend_option,
+    "max_bs": optional(positive),
+    "bs": optional(sizes_option),
 }
 _PHASE_CHECKS: dict[str, dict[str, Check]] = {
     "decode": _DECODE_CHECKS,
@@ -207,6 +112,25 @@ _PHASE_CHECKS: dict[str, dict[str, Check]] = {
 _SIZE_OF = re.compile(r"(?P<base>.*)\.size\(\)\[(?P<dim>\d+)\]")
 _ARGUMENT = re.compile(r"L\['(?P<name>[^']+)'\]")
 _LEAF = re.compile(r"(?:\['(?P<key>[^']+)'\]|\.(?P<attribute>\w+))$")
+_PATH = re.compile(r"\['(?P<key>[^']+)'\]|\[(?P<index>\d+)\]|\.(?P<attribute>\w+)")
+
+
+def argument_name(source: str) -> str:
+    """What the user calls an argument: ``L['batch']['ids']`` is ``batch.ids``, ``L['xs'][0]`` is ``xs.0``.
+
+    A source of another form is its own name.
+    """
+    argument = _ARGUMENT.match(source)
+    if argument is None:
+        return source
+    parts, at = [argument["name"]], argument.end()
+    while at < len(source):
+        step = _PATH.match(source, at)
+        if step is None:
+            return source
+        parts.append(step["key"] or step["index"] or step["attribute"])
+        at = step.end()
+    return ".".join(parts)
 
 
 def bucket_keys(source: str) -> list[str]:
@@ -258,6 +182,8 @@ class Config:
       (``declare_row_local``, ``declare_indices``, trash rows), else "off".
     * ``trash_rows`` (dict of argument name to row >= 0; default {}): rows, of dimension 0, that nobody reads: padded
       rows may write there. As ``declare_trash_row``, for one compile.
+    * ``slots`` (dict of argument names to dicts or ``GraphSlot``, or list of ``GraphSlot``; default {}): declared
+      padding policies and sources of static input buffers, see ``torch_graph_backend.policies.GraphSlot``.
     * ``progress`` (bool; default False): show a progress bar while a key is recorded (a line without a terminal).
 
     ``guard_filter_fn`` and ``use_aoti`` belong to ``torch.compile`` and are ignored.
@@ -282,6 +208,7 @@ class Config:
     verify_memory: bool = False
     audit: str | None = None
     trash_rows: tuple[tuple[str, int], ...] = ()
+    slots: tuple[GraphSlot, ...] = ()
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | None = None, mode: str | None = None) -> Config:
@@ -316,6 +243,8 @@ class Config:
             changed["break_ops"] = {op.target if isinstance(op, Without) else op: op not in without for op in ops}
         if self.trash_rows:
             changed["trash_rows"] = dict(self.trash_rows)
+        if self.slots:
+            changed["slots"] = {slot.name: slot.to_dict() for slot in self.slots}
         if self.named_buckets:
             changed["buckets"] = {name: list(sizes) for name, sizes in self.named_buckets}
         return changed
@@ -367,32 +296,26 @@ class Config:
         return [key for key, _ in self.named_buckets if key not in used]
 
 
-def _buckets(name: str, value: Any) -> Any:
-    """A list of sizes, a dict of them, or None."""
-    if value is None:
-        return None
-    return _named_buckets(name, value) if isinstance(value, Mapping) else clean(value, name)
-
-
 #: Every option with its check. The names are Config's fields (without ``named_buckets``).
 _CHECKS: dict[str, Check] = {
-    "buckets": _buckets,
-    "max_size": _positive,
-    "padding": _choice("buckets", "exact"),
-    "max_recordings": _positive,
-    "max_bytes": _optional(_positive),
+    "buckets": buckets_option,
+    "max_size": positive,
+    "padding": choice("buckets", "exact"),
+    "max_recordings": positive,
+    "max_bytes": optional(positive),
     "decode": lambda name, value: PhaseConfig.parse("decode", value),
     "prefill": lambda name, value: PhaseConfig.parse("prefill", value),
-    "phase": _choice("decode", "prefill", None),
-    "break_ops": _break_ops,
-    "min_segment_kernels": _positive,
-    "enabled": _flag,
-    "strict": _strict,
-    "outputs": _choice("safe", "view"),
-    "record": _choice("second", "never"),
-    "progress": _flag,
-    "verify_memory": _flag,
-    "audit": _audit,
-    "trash_rows": _trash_rows,
+    "phase": choice("decode", "prefill", None),
+    "break_ops": break_ops_option,
+    "min_segment_kernels": positive,
+    "enabled": flag,
+    "strict": strict_option,
+    "outputs": choice("safe", "view"),
+    "record": choice("second", "never"),
+    "progress": flag,
+    "verify_memory": flag,
+    "audit": audit_option,
+    "trash_rows": trash_rows_option,
+    "slots": parse_slots,
 }
 _DEFAULT = Config()

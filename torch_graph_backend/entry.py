@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from torch_graph_backend.buffer_registry import BufferRegistry
 from torch_graph_backend.codegen import Program
 from torch_graph_backend.demotion import Demoted, demote
 from torch_graph_backend.device_state import DeviceState
@@ -54,8 +55,9 @@ class Entry:
         state: DeviceState,
         bucket: Sizes,
         instance: Instance,
+        registry: BufferRegistry,
     ) -> None:
-        self.instance = instance
+        self.instance, self.registry = instance, registry
         self.key, self.plan, self.normal, self.program, self.state = key, plan, normal, program, state
         self.recorder = state.recorder
         self.bucket = bucket
@@ -63,10 +65,17 @@ class Entry:
         exact = frozenset(s.symbol for s in plan.symbols if s.kind == "exact")
         specs = [*(s.spec for s in plan.slots), *(b.spec for b in plan.bridges)]
         layouts = [(*buffer_strides(spec, bucket, exact), spec.dtype) for spec in specs]
-        self.lease = state.arena.take([*layouts, *(((), (), c.dtype) for c in plan.counts)])
-        self.slots = list(self.lease.buffers[: len(plan.slots)])
-        self.bridges = list(self.lease.buffers[len(plan.slots) : len(specs)])
-        self.counts = list(self.lease.buffers[len(specs) :])
+        kept = [i for i, s in enumerate(plan.slots) if s.policy.survives]
+        shared = [i for i in range(len(specs)) if i not in kept]
+        self.own = state.arena.own([layouts[i] for i in kept])
+        self.lease = state.arena.take([*(layouts[i] for i in shared), *(((), (), c.dtype) for c in plan.counts)])
+        at = dict(zip(kept, self.own.buffers, strict=True))
+        at |= dict(zip(shared, self.lease.buffers[: len(shared)], strict=True))
+        self.slots = [at[i] for i in range(len(plan.slots))]
+        self.bridges = [at[i] for i in range(len(plan.slots), len(specs))]
+        self.counts = list(self.lease.buffers[len(shared) :])
+        for slot, buffer in zip(plan.slots, self.slots, strict=True):
+            slot.policy.start(buffer, slot.pad_value)
         self.slot_windows = [Window.at(s.spec.padding, bucket) for s in plan.slots]
         self.bridge_windows = [Window.at(b.spec.padding, bucket) for b in plan.bridges]
         self.cut_windows = [Window.at(c.spec.padding, bucket) for c in plan.cuts]
@@ -76,9 +85,9 @@ class Entry:
         self.bridges_after: dict[int, list[int]] = {}
         for i, b in enumerate(plan.bridges):
             self.bridges_after.setdefault(b.after, []).append(i)
-        self.buffer_storages = {storage_of(t) for t in self.lease.buffers}
+        self.buffer_storages = {storage_of(t) for t in (*self.lease.buffers, *self.own.buffers)}
         self.last_used = 0
-        self.nbytes = self.lease.nbytes
+        self.nbytes = self.lease.nbytes + self.own.nbytes
         self.moves = self.replays = 0
         self.rest = self.rests = 0
         self.verify = False
@@ -136,14 +145,24 @@ class Entry:
         for buffer, count in zip(self.counts, self.plan.counts, strict=True):
             if count.symbol is not None:
                 buffer.fill_(sizes[count.symbol])
-            else:  # rounded as kernels round a number: beyond the largest float is infinity, where ``fill_`` raises
+        self.write_numbers(args)
+
+    def write_numbers(self, args: Sequence[Any]) -> None:
+        """Of these the numbers of the caller's alone. (Frames fill the sizes together with the slots.)"""
+        for buffer, count in zip(self.counts, self.plan.counts, strict=True):
+            if count.symbol is None:  # rounded as kernels round one: beyond the largest float is infinity, not an error
                 buffer.fill_(args[count.arg].to(count.dtype).item())
 
     def warm_up(self, args: Sequence[Any]) -> None:
-        """Run the segments alone, on zeros, and the warm-ups of break ops: kernels are loaded and chosen. Changes what
-        the segments change."""
-        for buffer in self.lease.buffers:
+        """Run the segments alone, on zeros (declared values where there are some: a length of zero takes other paths,
+        or divides by zero), and the warm-ups of break ops: kernels are loaded and chosen. Changes what the segments
+        change."""
+        kept = [b.clone() for b in self.own.buffers]
+        for buffer in (*self.lease.buffers, *self.own.buffers):
             buffer.zero_()
+        for slot, buffer in zip(self.plan.slots, self.slots, strict=True):
+            if slot.pad_value != 0:
+                buffer.fill_(slot.pad_value)
         self.write_counts(self.bucket, args)
         values: dict[str, Any] = {}
         warmed: set[Any] = set()
@@ -152,6 +171,8 @@ class Entry:
                 values.update(zip(step.outputs, self.run_segment(step, args, values), strict=True))
             else:
                 warm_breaks(self, step, args, warmed)
+        for buffer, was in zip(self.own.buffers, kept, strict=True):
+            buffer.copy_(was)
         self.ran_on.add(threading.get_ident())
 
     # -- recording -----------------------------------------------------------------------------------------------

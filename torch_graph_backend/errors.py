@@ -192,6 +192,18 @@ class DeclarationError(TorchGraphBackendError):
         super().__init__(self.template.format(what=what, problem=problem), where=where, fix=fix)
 
 
+class SlotError(TorchGraphBackendError):
+    """A function of a declared slot answered with something that the slot cannot hold. ``slot`` is its name."""
+
+    code = "BCG312"
+    template = "slot {slot!r}: {problem}"
+
+    def __init__(self, slot: str, problem: str, *, where: str = "", fix: str = "") -> None:
+        self.slot = slot
+        self.problem = problem
+        super().__init__(self.template.format(slot=slot, problem=problem), where=where, fix=fix)
+
+
 class ReplayError(TorchGraphBackendError, RuntimeError):
     """A recorder was asked to replay a recording that was cleaned up, or that is not its own."""
 

@@ -9,12 +9,13 @@ segments.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from torch_graph_backend.errors import BridgeMismatch
 from torch_graph_backend.plan import CapturedSegment, Cut, EagerRegion
+from torch_graph_backend.recorders.fill_choice import make_filler
 from torch_graph_backend.slots import CutView, Filler, evaluate, take_all
 
 if TYPE_CHECKING:
@@ -22,7 +23,12 @@ if TYPE_CHECKING:
 
 
 class Frame:
-    """The plan at one real size, replaying. Only buffers and views are held, nothing of the caller."""
+    """The plan at one real size, replaying. Only buffers and views are held, nothing of the caller.
+
+    ``cached``: frames of this kind serve many calls, so that preparing their fills pays.
+    """
+
+    cached: ClassVar[bool] = True
 
     def __init__(self, entry: Entry, sizes: tuple[int, ...]) -> None:
         self.entry = entry
@@ -32,7 +38,7 @@ class Frame:
         self.sizes: dict[Any, int] = {s.symbol: v for s, v in zip(plan.symbols, sizes, strict=True)}
         self.direct = self._direct()
         self.slot_args = [s.arg for s in plan.slots]
-        self.slot_filler = Filler(entry.slots, entry.slot_windows, self.sizes)
+        self._fill_plan()
         self.bridge_fillers = {k: self._bridge_filler(which) for k, which in entry.bridges_after.items()}
         self.views: dict[int, list[CutView]] = {}
         if self.replays:
@@ -41,6 +47,22 @@ class Frame:
     @property
     def replays(self) -> bool:
         return True
+
+    def _fill_plan(self) -> None:
+        """How the slots and the counts are filled at this real size."""
+        e = self.entry
+        plan, registry = e.plan, e.registry
+        for slot, buffer, window in zip(plan.slots, e.slots, e.slot_windows, strict=True):
+            registry.check_slice(slot.arg, buffer, window, self.sizes)
+        computed = [k for k, s in enumerate(plan.slots) if s.arg in registry.computed]
+        tails = [s.policy.tail(s.pad_value) for s in plan.slots]
+        counts = list(zip(e.counts, plan.counts, strict=True))
+        numbers = [(t, self.sizes[c.symbol]) for t, c in counts if c.symbol is not None]
+        self.reads_numbers = len(numbers) < len(counts)
+        specs = [s.spec for s in plan.slots] if self.cached else None
+        self.slot_filler = make_filler(e.slots, e.slot_windows, self.sizes, specs, computed, tails, numbers)
+        self.launches = self.slot_filler.launches + len(counts) - len(numbers)
+        self.post_fill = registry.post_fills(plan, self.slot_filler.real)
 
     def _direct(self) -> dict[int, torch.Tensor]:
         """Real rows that eager code writes itself, as it would see them: those with eager's strides."""
@@ -64,9 +86,12 @@ class Frame:
     # -- called by the generated driver --------------------------------------------------------------------------
 
     def fill(self, args: Sequence[Any]) -> None:
-        """Write every slot, real rows from the caller's arguments and tails from row 0; and every count."""
-        self.entry.write_counts(self.sizes, args)
-        self.slot_filler.fill([args[i] for i in self.slot_args])
+        """Write every slot, real rows from the caller's arguments and tails by their policy; and every count."""
+        if self.reads_numbers:
+            self.entry.write_numbers(args)
+        post_fill = self.post_fill
+        between = None if post_fill is None else lambda: post_fill(args)
+        self.slot_filler.fill([args[i] for i in self.slot_args], between)
 
     def segment(self, index: int) -> list[torch.Tensor]:
         """Replay a segment and take its cuts."""
@@ -122,6 +147,8 @@ class Frame:
 class FirstFrame(Frame):
     """The plan at one real size, uncaptured: segments run as Python, on the same buffers."""
 
+    cached = False
+
     def __init__(self, entry: Entry, sizes: tuple[int, ...], args: Sequence[Any]) -> None:
         self.args = args
         self.values: dict[str, Any] = {}
@@ -166,6 +193,8 @@ class FirstFrame(Frame):
 
 class PartialFrame(Frame):
     """A replay of a key of which some segments are demoted: those run as Python, at every call."""
+
+    cached = False
 
     def __init__(self, entry: Entry, sizes: tuple[int, ...], args: Sequence[Any]) -> None:
         self.args = args

@@ -36,9 +36,9 @@ class KeyCount:
 @dataclass
 class Ledger:
     """Counts of one compiled graph. ``rows_real`` and ``rows_computed`` are products of bucketed sizes, summed over
-    calls that ran the plan; their ratio gives the padding waste. ``eager_texts`` keeps the first reason of a code.
-    ``audits`` counts audited calls, ``audit_seconds`` what they took on top. ``serial`` tells the graph from every
-    other one of the process."""
+    calls that ran the plan; their ratio gives the padding waste. ``fill_launches``: operations issued by these calls to
+    fill slots. ``eager_texts`` keeps the first reason of a code. ``audits`` counts audited calls, ``audit_seconds``
+    what they took on top. ``serial`` tells the graph from every other one of the process."""
 
     name: str
     replays: int = 0
@@ -46,6 +46,7 @@ class Ledger:
     recordings: int = 0
     rows_real: int = 0
     rows_computed: int = 0
+    fill_launches: int = 0
     eager: Counter[str] = field(default_factory=Counter)
     eager_texts: dict[str, Reason] = field(default_factory=dict)
     keys: dict[ShapeKey, KeyCount] = field(default_factory=dict)

@@ -17,6 +17,7 @@ import torch
 
 from torch_graph_backend.passes.reasons import Reason
 from torch_graph_backend.passes.symbols import SymbolInfo
+from torch_graph_backend.policies import PaddingPolicy
 
 #: Where padding is in one tensor: ((dim, ((rows, outer, inner), ...)), ...); the dim is [outer][rows][inner]. ``rows``
 #: is the symbol, or an expression of it alone.
@@ -51,11 +52,20 @@ class Ref:
 
 @dataclass(frozen=True)
 class Slot:
-    """Static buffer of an argument: filled with the real rows before a replay, tail = copy of row 0."""
+    """Static buffer of an argument: filled with the real rows before a replay, its tail as ``policy`` says (with
+    ``pad_value``, where the policy has a value)."""
 
     arg: int
     name: str
     spec: TensorSpec
+    policy: PaddingPolicy = PaddingPolicy.REPEAT_ROW
+    pad_value: float | int | bool = 0
+
+    def __str__(self) -> str:
+        if self.policy is PaddingPolicy.REPEAT_ROW:
+            return f"{self.name} {self.spec}"
+        value = f" {self.pad_value}" if self.policy.takes_value else ""
+        return f"{self.name} {self.spec} {self.policy.value}{value}"
 
 
 @dataclass(frozen=True)
@@ -99,8 +109,8 @@ class Cut:
 
 @dataclass(frozen=True)
 class OpLine:
-    """One operation as it prints: its value's name, the op, the user's line, why it is eager (if it is), and how it was
-    rewritten so that it need not be (if it was)."""
+    """One operation as it prints: its value's name, the op, the user's line, why it is eager (if it is), how it was
+    rewritten so that it need not be (if it was), and what declaration of the user it is captured by (if it is)."""
 
     value: str
     op: str
@@ -108,6 +118,7 @@ class OpLine:
     kernel: bool
     reason: Reason | None = None
     repaired: str = ""
+    declared: str = ""
 
 
 @dataclass(frozen=True)
@@ -157,7 +168,8 @@ class Plan:
     ``mutated`` those of them that segments change. ``conditions`` on sizes must hold at the bucket. ``reason`` is set
     if nothing is captured. ``held``: captured values whose memory the caller gets to see (``outputs="view"``).
     ``counts``: the real sizes, and other numbers, that operations read on the device. ``hoisted``: operations on Python
-    values alone, whose results are constants of the plan. ``declared``: what the plan takes on the user's word."""
+    values alone, whose results are constants of the plan. ``refused``: declared slots whose padding is not applied, by
+    the name of the slot. ``declared``: what the plan takes on the user's word."""
 
     name: str
     device: torch.device
@@ -176,6 +188,7 @@ class Plan:
     held: tuple[str, ...] = ()
     counts: tuple[Count, ...] = ()
     hoisted: int = 0
+    refused: tuple[tuple[str, Reason], ...] = ()
     declared: tuple[str, ...] = ()
 
     @property
@@ -213,6 +226,10 @@ class Plan:
     def repairs(self) -> Counter[str]:
         """Captured operations that were rewritten, by how."""
         return Counter(op.repaired for s in self.segments for op in s.ops if op.repaired)
+
+    def declared_ops(self) -> tuple[OpLine, ...]:
+        """Captured operations that would not be captured as they are without a declared padding: an audit's first."""
+        return tuple(op for s in self.segments for op in s.ops if op.declared)
 
     def reasons(self) -> Counter[str]:
         """Eager operations by reason code."""

@@ -9,8 +9,8 @@ would see eagerly.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -24,6 +24,7 @@ from torch_graph_backend.passes.declared import relied_on
 from torch_graph_backend.passes.layout import Layout
 from torch_graph_backend.passes.normalize import NormalGraph
 from torch_graph_backend.passes.padding import natural
+from torch_graph_backend.passes.padding_rules_declared import TRASH
 from torch_graph_backend.passes.reasons import Reason
 from torch_graph_backend.passes.source_lines import where
 from torch_graph_backend.passes.symbols import expr_of
@@ -42,6 +43,7 @@ from torch_graph_backend.plan import (
     Slot,
     TensorSpec,
 )
+from torch_graph_backend.policies import PaddingPolicy
 
 #: They allocate and write nothing.
 _UNINITIALISED = frozenset(
@@ -55,11 +57,26 @@ _UNINITIALISED = frozenset(
 )
 
 
+@dataclass(frozen=True)
+class Declared:
+    """What a user declared, as far as the proof accepts it: ``padding`` of an argument's slot, by its index; captured
+    operations that rely on it, by name; and what was refused."""
+
+    padding: Callable[[int], tuple[PaddingPolicy, float | int | bool]] = lambda _: (PaddingPolicy.REPEAT_ROW, 0)
+    nodes: Mapping[str, str] = field(default_factory=dict)
+    refused: tuple[tuple[str, Reason], ...] = ()
+
+
 def build_plan(
-    name: str, device: torch.device, normal: NormalGraph, classified: Classified, view_outputs: bool = False
+    name: str,
+    device: torch.device,
+    normal: NormalGraph,
+    classified: Classified,
+    view_outputs: bool = False,
+    declared: Declared | None = None,
 ) -> Plan:
     """The plan of one compiled graph. ``view_outputs`` as ``classify`` was told."""
-    return _Builder(name, device, normal, classified, view_outputs).build()
+    return _Builder(name, device, normal, classified, view_outputs, declared or Declared()).build()
 
 
 def spec_of(value: torch.Tensor, padding: Padding = ()) -> TensorSpec:
@@ -95,9 +112,16 @@ def _one_inside_the_other(
 
 class _Builder:
     def __init__(
-        self, name: str, device: torch.device, normal: NormalGraph, classified: Classified, view_outputs: bool
+        self,
+        name: str,
+        device: torch.device,
+        normal: NormalGraph,
+        classified: Classified,
+        view_outputs: bool,
+        declared: Declared,
     ) -> None:
         self.name, self.device, self.normal, self.c = name, device, normal, classified
+        self.declared = declared
         self.view_outputs = view_outputs
         self.args = {n: i for i, n in enumerate(normal.placeholders)}
         self.step_of = {n: i for i, p in enumerate(classified.phases) for n in p.nodes}
@@ -136,8 +160,15 @@ class _Builder:
             self.held() if self.view_outputs else (),
             tuple(self.counts.values()),
             self.normal.hoisted,
-            relied_on([n for n in self.c.verdicts if n in self.captured]),
+            self.declared.refused,
+            tuple(dict.fromkeys((*relied_on([n for n in self.c.verdicts if n in self.captured]), *self.on_tails()))),
         )
+
+    def on_tails(self) -> list[str]:
+        """A text for each captured operation that relies on a declared tail (an audit tries those out too)."""
+        found = self.declared.nodes
+        nodes = [n for n in self.c.verdicts if n in self.captured and n.name in found and TRASH not in n.meta]
+        return [f"{name_of(n)} {found[n.name]}" for n in nodes]
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
@@ -180,7 +211,10 @@ class _Builder:
 
     def op_line(self, node: Node) -> OpLine:
         verdict = self.c.verdicts[node]
-        return OpLine(node.name, name_of(node), where(node), not is_view(node), verdict.reason, verdict.repaired)
+        declared = self.declared.nodes.get(node.name, "") if verdict.kind == "capture" else ""
+        return OpLine(
+            node.name, name_of(node), where(node), not is_view(node), verdict.reason, verdict.repaired, declared
+        )
 
     def is_host(self, node: Node) -> bool:
         if node.op == "placeholder":
@@ -235,7 +269,8 @@ class _Builder:
         if value not in self.slots:
             tensor = value.meta["val"]
             name = value.meta.get("source") or value.name
-            self.slots[value] = Slot(arg, name, spec_of(tensor, self.natural_padding(tensor)))
+            spec = spec_of(tensor, self.natural_padding(tensor))
+            self.slots[value] = Slot(arg, name, spec, *self.declared.padding(arg))
         return Ref("slot", list(self.slots).index(value))
 
     def read_eagerly(self, value: Node, version: int) -> Ref:

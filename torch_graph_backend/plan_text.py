@@ -6,6 +6,7 @@ from collections import Counter
 from itertools import groupby
 
 from torch_graph_backend.plan import CapturedSegment, EagerRegion, Plan
+from torch_graph_backend.policies import PaddingPolicy
 
 #: Equal steps in a row (the layers of a model) print once; more than this many reasons of a step are summed up.
 _REASONS_SHOWN = 12
@@ -23,9 +24,17 @@ def plan_text(plan: Plan, reasons: bool = True) -> str:
         lines.append(f"  not captured: {plan.reason}")
     lines += _sizes(plan)
     if plan.slots:
-        shown = [f"{s.name} {s.spec}" for s in plan.slots[:_LISTED]]
+        # Those with a declared padding first: that is what a reader looks for.
+        ordered = sorted(plan.slots, key=lambda s: s.policy is PaddingPolicy.REPEAT_ROW)
+        shown = [
+            str(s) for s in ordered[: max(_LISTED, sum(s.policy is not PaddingPolicy.REPEAT_ROW for s in ordered))]
+        ]
         more = len(plan.slots) - len(shown)
         lines.append("  slots: " + ", ".join(shown) + (f", and {more} more" if more else ""))
+    lines += [f"  not applied: {reason}" for _, reason in plan.refused]
+    lines += [
+        f"  declared: {op.op} {op.declared}" + (f"  at {op.where}" if op.where else "") for op in plan.declared_ops()
+    ]
     lines.append(
         f"  bridges: {len(plan.bridges)}; cuts: {len(plan.cuts)} ({sum(c.private for c in plan.cuts)} copied); "
         f"pinned arguments: {len(plan.pinned)}"

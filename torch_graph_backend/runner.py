@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch_graph_backend.admission import Bounds, Inputs, Keys, grad_reason, mod
 from torch_graph_backend.ahead import current_wish, serve
 from torch_graph_backend.audit import Audit, Auditor
 from torch_graph_backend.audit_rows import Layouts
+from torch_graph_backend.buffer_registry import BufferRegistry
 from torch_graph_backend.codegen import Program, generate
 from torch_graph_backend.config import Config
 from torch_graph_backend.device_state import DeviceState
@@ -32,7 +33,7 @@ from torch_graph_backend.passes.reasons import Reason
 from torch_graph_backend.passes.source_lines import caller_line
 from torch_graph_backend.passes.torch_api import takes_ambient_device
 from torch_graph_backend.plan import Plan
-from torch_graph_backend.shape_key import ShapeKey, recording_order
+from torch_graph_backend.shape_key import ShapeKey
 from torch_graph_backend.validate import bucket_reason
 
 #: A recording that was replayed this often paid: recording 18 kernels took 0.32 ms on an H200, a replay saves 0.1.
@@ -61,6 +62,7 @@ class CompiledGraph:
         #: Weights of other modules that share the graph, as they are met.
         self.given: list[weakref.ref[torch.Tensor]] = []
         self.closed = False
+        self.registry = BufferRegistry()
 
     @property
     def ir(self) -> NormalGraph | None:
@@ -76,6 +78,7 @@ class CompiledGraph:
         self.recorder = state.recorder
         self.turns_grad_on = normal.turns_grad_on
         self.reason = self.reason or plan.reason
+        self.registry.adopt(plan)
         self.entries = {}
         self.program: Program = generate(plan, normal)
         self.inputs = Inputs(plan, normal, written)
@@ -88,6 +91,8 @@ class CompiledGraph:
     # -- calls ---------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any) -> Any:
+        if self.registry.sourced:
+            args = tuple(self.registry.supplied(args))
         reason = self.reason or grad_reason(args, self.turns_grad_on) or mode_reason(self.ambient)
         if reason is not None:
             return self.eagerly(reason, args)
@@ -119,7 +124,7 @@ class CompiledGraph:
         self.ledger.count_eager(reason)
         if (wish := current_wish()) is not None:
             wish.done.append((self.name, "", reason))
-        return self.gm.forward(*args)
+        return self.gm.forward(*(self.registry.whole(args) if self.registry.computed else args))
 
     def refuse_if_strict(self, reason: Reason) -> None:
         """Raise, if the user asked for strictness, before anything of this call has run."""
@@ -252,49 +257,14 @@ class CompiledGraph:
         at = {s.symbol: v for s, v in zip(self.plan.symbols, sizes, strict=True)}
         at.update({s.symbol: b for s, b in zip(self.plan.bucketed, bucket, strict=True)})
         try:
-            entry = Entry(key, self.plan, self.normal, self.program, state, at, instance)
+            entry = Entry(key, self.plan, self.normal, self.program, state, at, instance, self.registry)
         except (torch.OutOfMemoryError, MemoryError) as error:
             state.relieve()
             text = f"the buffers of key {key} could not be allocated: {error}"
             return Reason("out-of-memory", text, fix="use fewer or smaller buckets")
         entry.verify = self.config.verify_memory
-        entry.refused = bucket_reason(entry)
+        entry.refused = bucket_reason(entry) or self.registry.shape_reason(self.plan, entry.slots, at)
         return entry
-
-    def ahead(self, wished: Sequence[Any] | None, args: list[Any]) -> Iterator[tuple[ShapeKey, Entry | Reason]]:
-        """The keys to record ahead, largest first, each with its entry or why it has none."""
-        real = self.program.sizes_of(args)
-        picked: dict[ShapeKey, tuple[Any, tuple[int, ...]]] = {}
-        for choice in self.keys.choices(wished, real):
-            sizes = list(real)
-            for i, n in zip(self.keys.bucketed, choice, strict=True):
-                sizes[i] = n
-            found = self.keys.pick(tuple(sizes))
-            key, bucket = (ShapeKey.of(choice, ()), found) if isinstance(found, Reason) else found
-            picked.setdefault(key, (bucket, tuple(sizes)))
-        if wished is not None and not self.keys.bucketed:
-            log.warning("%s: no size is dynamic, only this call's are recorded; mark dimensions as dynamic", self.name)
-        for key in recording_order(picked):
-            bucket, at = picked[key]
-            yield key, self.entry_ahead(key, bucket, at, args)
-
-    def entry_ahead(
-        self, key: ShapeKey, bucket: Sequence[int] | Reason, sizes: tuple[int, ...], args: list[Any]
-    ) -> Entry | Reason:
-        if isinstance(bucket, Reason):
-            return bucket
-        instance = self.instances.find(args) or self.new_instance(args)  # new if an audit has just changed the plan
-        if not isinstance(instance, Instance):
-            return instance or Reason("moving-input")
-        state = self.state.idle()
-        assert state is not None
-        at = (key, instance.number, state.depth)
-        entry = self.entries.get(at) or self.make_entry(key, bucket, sizes, instance, state)
-        if isinstance(entry, Reason):
-            return entry
-        self.entries[at] = entry
-        state.used(entry)
-        return entry.refused or self.inputs.pinned_reason(args, sizes) or entry
 
     def run(self, entry: Entry, sizes: tuple[int, ...], args: list[Any]) -> Any:
         """Run the plan: uncaptured on a first call, replayed once it is recorded."""
@@ -303,6 +273,7 @@ class CompiledGraph:
         frame = audited or (entry.frame(sizes, args) if replay else entry.first_frame(sizes, args))
         with entry.recorder.replay_session():
             out = self.program.run(args, sizes, frame)
+        self.ledger.fill_launches += frame.launches
         if replay:
             entry.replays += 1
             if entry.replays == WORTH_RECORDING:

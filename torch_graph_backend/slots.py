@@ -1,19 +1,22 @@
 """Static buffers: their real rows, their tails, and how both are filled.
 
-Contract (C4). ``fill`` writes every row of every buffer at every replay: the real rows are copied from the source
-(one ``torch._foreach_copy_`` per dtype), then the tail of each padded dimension becomes a copy of row 0, so that tails
+Contract (C4). ``fill`` writes the real rows of every buffer at every replay: they are copied from the source, one
+``torch._foreach_copy_`` per pair of dtypes. The tail of each padded dimension becomes a copy of row 0, so that tails
 hold values a real row could hold: indices stay in range, no NaN appears. It is hygiene, not the proof of padding
-safety. All views are made once per real size; a fill makes no tensor object.
+safety. A declared tail (``Tail``) is one value instead, or is left alone, and is something that the proof knows of. All
+views are made once per real size; a fill makes no tensor object, and its operations are as many as there are dtypes
+(on CUDA a few more, so that each is one kernel: see ``GROUPED``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import sympy
 import torch
 
+from torch_graph_backend.passes.padding_tails import Tail
 from torch_graph_backend.plan import Padding, TensorSpec
 
 Sizes = Mapping[sympy.Symbol, int]
@@ -106,7 +109,12 @@ def buffer_strides(
 
 
 class Filler:
-    """Fills a list of buffers from a list of sources of one real size; of those ``filled`` already only tails."""
+    """Fills a list of buffers from a list of sources of one real size; of those ``filled`` already only tails.
+
+    ``tails``: what is declared of each buffer's tail (``None``, or nothing given: a copy of row 0). ``numbers``:
+    further buffers of one element, and the number that each has to hold. ``dtypes``: those of the sources, where they
+    differ from the buffers'.
+    """
 
     def __init__(
         self,
@@ -114,20 +122,38 @@ class Filler:
         windows: Sequence[Window],
         sizes: Sizes,
         filled: Collection[int] = (),
+        tails: Sequence[Tail | None] = (),
+        numbers: Sequence[tuple[torch.Tensor, int]] = (),
+        dtypes: Sequence[torch.dtype] | None = None,
     ) -> None:
         self.real = [w.real_rows(b, sizes) for b, w in zip(buffers, windows, strict=True)]
-        groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        groups: dict[tuple[torch.dtype, torch.dtype, torch.device, bool], list[int]] = {}
         for i, b in enumerate(buffers):
-            if i in filled:
-                continue
-            groups.setdefault((b.dtype, b.device), []).append(i)
+            if i not in filled:
+                key = (b.dtype, b.dtype if dtypes is None else dtypes[i], b.device, _apart(self.real[i]))
+                groups.setdefault(key, []).append(i)
         self.groups = [(which, [self.real[i] for i in which]) for which in groups.values()]
-        self.tails = _tails(buffers, windows, sizes)
+        tails = tails or [None] * len(buffers)
+        rows = [(b, w) for b, w, tail in zip(buffers, windows, tails, strict=True) if tail is None]
+        self.tails = _tails([b for b, _ in rows], [w for _, w in rows], sizes)
+        self.constants = _constants(buffers, windows, sizes, tails, numbers)
 
-    def fill(self, sources: Sequence[torch.Tensor]) -> None:
-        """Copy ``sources`` (real shapes, same dtypes) into the real rows, then row 0 into the tails."""
+    @property
+    def launches(self) -> int:
+        """Operations that one fill issues."""
+        return len(self.constants) + len(self.groups) + len(self.tails)
+
+    def fill(self, sources: Sequence[torch.Tensor], between: Callable[[], None] | None = None) -> None:
+        """Reset constant tails, copy ``sources`` (real shapes) into the real rows, then row 0 into the other tails.
+
+        ``between`` writes the real rows that no source has.
+        """
+        for targets, values in self.constants:
+            torch._foreach_copy_(targets, values)
         for which, targets in self.groups:
             torch._foreach_copy_(targets, [sources[i] for i in which])
+        if between is not None:
+            between()
         for targets, rows in self.tails:
             fill_tails(targets, rows)
 
@@ -137,24 +163,105 @@ def fill_tails(targets: list[torch.Tensor], rows: list[torch.Tensor]) -> None:
     torch._foreach_copy_(targets, rows)
 
 
+#: The number of the padded dimension, a tail of it, what that is the end of, and the dimension.
+_Part = tuple[int, torch.Tensor, torch.Tensor, int]
+
+
+def _parts(buffer: torch.Tensor, window: Window, sizes: Sizes) -> list[_Part]:
+    """The tails of a buffer, disjoint: of the k-th padded dimension, with the earlier ones whole."""
+    found = []
+    for k, (dim, factors) in enumerate(window.dims):
+        n, size = factors[0].real(sizes), factors[0].size
+        if n >= size:
+            continue
+        part = buffer
+        for later, f in window.dims[k + 1 :]:
+            part = part.narrow(later, 0, f[0].real(sizes))
+        found.append((k, part.narrow(dim, n, size - n), part, dim))
+    return found
+
+
 def _tails(
     buffers: Sequence[torch.Tensor], windows: Sequence[Window], sizes: Sizes
 ) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """Tail views and their sources, level by level: the k-th padded dimension of every buffer, earlier ones whole."""
-    levels: dict[tuple[int, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    """Tail views and their sources, level by level: a later level copies what an earlier one wrote."""
+    levels: dict[tuple[int, torch.dtype, torch.device, int, bool], list[tuple[torch.Tensor, torch.Tensor, int]]] = {}
     for buffer, window in zip(buffers, windows, strict=True):
-        for k, (dim, factors) in enumerate(window.dims):
-            n, size = factors[0].real(sizes), factors[0].size
-            if n >= size:
-                continue
-            part = buffer
-            for later, f in window.dims[k + 1 :]:
-                part = part.narrow(later, 0, f[0].real(sizes))
-            tail = part.narrow(dim, n, size - n)
-            targets, rows = levels.setdefault((k, buffer.dtype), ([], []))
-            targets.append(tail)
-            rows.append(part.narrow(dim, 0, 1).expand_as(tail))
-    return [levels[k] for k in sorted(levels, key=lambda key: key[0])]
+        for k, tail, part, dim in _parts(buffer, window, sizes):
+            # Where grouped copies are one kernel, tails that can be doubled are a group of their own, by their length.
+            doubles = _grouped(buffer) and dim == 0 and part.is_contiguous()
+            key = (k, buffer.dtype, buffer.device, tail.shape[dim] if doubles else 0, doubles)
+            levels.setdefault(key, []).append((tail, part, dim))
+    found: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+    for key in sorted(levels, key=lambda key: key[0]):
+        steps = _doublings(levels[key], key[3])
+        if not key[4] or len(steps) >= len(levels[key]):
+            steps = [([t for t, _, _ in levels[key]], [p.narrow(d, 0, 1).expand_as(t) for t, p, d in levels[key]])]
+        found += steps
+    return found
+
+
+def _doublings(
+    tails: Sequence[tuple[torch.Tensor, torch.Tensor, int]], length: int
+) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """Row 0 into the first row of each tail, that one into the next, those two into the next two, and so on.
+
+    Both sides of each copy are dense, so that the copies of all tails are one kernel; a row that is expanded is not.
+    """
+    steps = [([t.narrow(0, 0, 1) for t, _, _ in tails], [p.narrow(0, 0, 1) for _, p, _ in tails])] if length else []
+    done = 1
+    while done < length:
+        more = min(done, length - done)
+        steps.append(([t.narrow(0, done, more) for t, _, _ in tails], [t.narrow(0, 0, more) for t, _, _ in tails]))
+        done += more
+    return steps
+
+
+def _grouped(tensor: torch.Tensor) -> bool:
+    """Whether copies of many tensors on this device are one kernel, if all of them are dense."""
+    return tensor.device.type in GROUPED
+
+
+def _apart(view: torch.Tensor) -> bool:
+    """Whether a view would turn a group's one kernel into one a tensor."""
+    return _grouped(view) and not view.is_contiguous()
+
+
+def _constants(
+    buffers: Sequence[torch.Tensor],
+    windows: Sequence[Window],
+    sizes: Sizes,
+    tails: Sequence[Tail | None],
+    numbers: Sequence[tuple[torch.Tensor, int]],
+) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """Tails of one value and single numbers, with tensors of that value: one group a dtype."""
+    groups: dict[tuple[torch.dtype, torch.device, bool], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    found: list[tuple[torch.Tensor, float | int | bool]] = list(numbers)
+    for buffer, window, tail in zip(buffers, windows, tails, strict=True):
+        if tail is not None and tail.value is not None:
+            found += [(part, tail.value) for _, part, _, _ in _parts(buffer, window, sizes)]
+    for target, value in found:
+        constant = _constant(target, value)
+        apart = _apart(target) or _apart(constant)
+        targets, values = groups.setdefault((target.dtype, target.device, apart), ([], []))
+        targets.append(target)
+        values.append(constant)
+    return list(groups.values())
+
+
+#: Kinds of device on which ``_foreach_copy_`` is one kernel, if every pair of tensors is dense and laid out alike.
+GROUPED = {"cuda"}
+#: Elements of a constant that is laid out in full, for that reason.
+_DENSE = 1 << 16
+
+
+def _constant(target: torch.Tensor, value: float | int | bool) -> torch.Tensor:
+    """A tensor like ``target`` that holds one value."""
+    with torch.inference_mode(False), torch.no_grad():
+        if _grouped(target) and target.is_contiguous() and target.numel() <= _DENSE:
+            laid = torch.empty_strided(target.shape, target.stride(), dtype=target.dtype, device=target.device)
+            return laid.fill_(value)
+        return torch.full((), value, dtype=target.dtype, device=target.device).expand_as(target)
 
 
 class CutView:

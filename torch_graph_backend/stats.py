@@ -21,7 +21,18 @@ from torch_graph_backend.shape_key import ShapeKey
 
 _SECONDS = ("normalise", "plan", "record", "audit")
 #: What ``expect`` takes, alone or after ``min_`` and ``max_``.
-_COUNTS = ("graphs", "calls", "replays", "first_calls", "recordings", "eager", "padding_waste", "nbytes", "audits")
+_COUNTS = (
+    "graphs",
+    "calls",
+    "replays",
+    "first_calls",
+    "recordings",
+    "eager",
+    "padding_waste",
+    "fill_launches",
+    "nbytes",
+    "audits",
+)
 #: What a difference subtracts of a key; its memory and its demoted segments are as they are now.
 _KEY_FIELDS = ("first_calls", "replays", "record_seconds", "rows_real", "rows_computed")
 
@@ -37,6 +48,7 @@ class GraphStats:
     recordings: int
     rows_real: int
     rows_computed: int
+    fill_launches: int
     nbytes: int
     eager: Counter[str]
     reasons: dict[str, Reason]
@@ -61,6 +73,7 @@ class GraphStats:
             ledger.recordings,
             ledger.rows_real,
             ledger.rows_computed,
+            ledger.fill_launches,
             sum(e.nbytes for e in graph.entries.values()),
             Counter(ledger.eager),
             dict(ledger.eager_texts),
@@ -82,6 +95,7 @@ class GraphStats:
             self.recordings - before.recordings,
             self.rows_real - before.rows_real,
             self.rows_computed - before.rows_computed,
+            self.fill_launches - before.fill_launches,
             self.nbytes - before.nbytes,
             eager,
             {code: reason for code, reason in self.reasons.items() if code in eager},
@@ -100,6 +114,7 @@ class GraphStats:
             "recordings": self.recordings,
             "eager": dict(self.eager),
             "padding_waste": _waste(self.rows_real, self.rows_computed),
+            "fill_launches": self.fill_launches,
             "nbytes": self.nbytes,
             "seconds": dict(self.seconds),
             "audits": self.audits,
@@ -122,9 +137,10 @@ class GraphStats:
 class Stats:
     """Counts over all graphs of a model. ``calls`` counts calls of compiled graphs (a model with graph breaks makes
     several a step); ``calls == replays + first_calls + sum(eager.values())``. ``padding_waste`` is the share of
-    computed rows that were padding, 0.0 to 1.0. ``seconds``: normalise, plan, record, audit. ``audits``: audited calls;
-    ``audit_failures``: what failed, and runs eagerly since. ``nbytes``: memory that had to be
-    allocated for the keys there are now, buffers and recordings; graphs of a device share it.
+    computed rows that were padding, 0.0 to 1.0. ``fill_launches``: operations that filled slots. ``seconds``:
+    normalise, plan, record, audit. ``audits``: audited calls; ``audit_failures``: what failed, and runs eagerly since.
+    ``nbytes``: memory that had to be allocated for the keys there are now, buffers and recordings; graphs of a device
+    share it.
 
     ``limits``: a sentence for each code object that has as many graphs as Dynamo makes of one (further ones run without
     a backend, and uncounted).
@@ -155,6 +171,10 @@ class Stats:
     @property
     def audit_failures(self) -> tuple[Reason, ...]:
         return tuple(reason for g in self.by_graph for reason in g.audit_failures)
+
+    @property
+    def fill_launches(self) -> int:
+        return sum(g.fill_launches for g in self.by_graph)
 
     @property
     def nbytes(self) -> int:
@@ -201,7 +221,7 @@ class Stats:
 
         ``replays=3`` is exact; ``min_replays=3`` and ``max_padding_waste=0.2`` are bounds, themselves included. Names:
         ``graphs``, ``calls``, ``replays``, ``first_calls``, ``recordings``, ``eager`` (all codes together),
-        ``padding_waste``, ``nbytes``, ``audits``. An unknown name is a ``TypeError``.
+        ``padding_waste``, ``fill_launches``, ``nbytes``, ``audits``. An unknown name is a ``TypeError``.
         """
         wrong = []
         for name, value in wanted.items():

@@ -26,6 +26,8 @@ BYTES = (0xFF, 0x41)
 class CheckedFrame(Frame):
     """A frame that checks every segment it replays."""
 
+    cached = False
+
     def fill(self, args: Sequence[Any]) -> None:
         self.args = args
         for chunk in self.entry.lease.chunks:  # what is not filled now must not look as if it were
