@@ -90,6 +90,7 @@ def serve(graph: CompiledGraph, wish: Wish, args: list[Any]) -> None:
 def _record(graph: CompiledGraph, entry: Entry, args: list[Any]) -> Reason | None:
     if entry.recorded:
         return None
+    graph.prepare(entry, args)
     with saved([args[i] for i in entry.plan.mutated]):
         entry.warm_up(args)
     return graph.record(entry, args) or entry.uncaptured

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch_graph_backend.buckets import Ladder, clean, decode_ladder, default_ladder, exact_ladder, prefill_ladder
@@ -18,6 +18,10 @@ from torch_graph_backend.passes.reasons import Reason
 #: Largest size of a phase's ladder when neither ``max_bs`` nor ``bs`` is given: decode in requests, prefill in tokens.
 #: Either ladder (36 and 50 sizes) fits the default of ``max_recordings``.
 DEFAULT_MAX_BS = {"decode": 256, "prefill": 4096}
+
+#: Largest size of a key whose segments Inductor compiles, unless the option says otherwise. The one place: tests that
+#: are not about Inductor set it to 0 (tests/conftest.py).
+DEFAULT_INDUCTOR_MAX_SIZE = 32
 
 #: Options that ``torch.compile`` takes out of ``options`` itself.
 _TORCH_OPTIONS = frozenset({"guard_filter_fn", "use_aoti"})
@@ -36,6 +40,13 @@ def _positive(name: str, value: Any) -> int:
     """An int >= 1."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise BadOption(name, value, "an int >= 1")
+    return value
+
+
+def _natural(name: str, value: Any) -> int:
+    """An int >= 0."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise BadOption(name, value, "an int >= 0")
     return value
 
 
@@ -258,6 +269,14 @@ class Config:
       (``declare_row_local``, ``declare_indices``, trash rows), else "off".
     * ``trash_rows`` (dict of argument name to row >= 0; default {}): rows, of dimension 0, that nobody reads: padded
       rows may write there. As ``declare_trash_row``, for one compile.
+    * ``inductor_max_size`` (int >= 0; default 32): segments of keys of at most this size are compiled by Inductor
+      (``max-autotune-no-cudagraphs``) at the bucket's sizes, before the key's first call, and recorded like any other.
+      The size of a key is the product of its bucketed sizes (unit: rows); in a graph without any, the most rows that a
+      matrix product of a segment takes. 0: no key is small.
+    * ``inductor`` ("small" | "all" | "off"; default "small"): "all" has the segments of larger keys compiled too, once
+      for all buckets of a structure; "off" compiles nothing.
+    * ``inductor_seconds`` (int >= 0; default 120): once a graph's compiles took so many seconds, further segments keep
+      plain kernels. Asked between segments: one compile is not cut short.
     * ``progress`` (bool; default False): show a progress bar while a key is recorded (a line without a terminal).
 
     ``guard_filter_fn`` and ``use_aoti`` belong to ``torch.compile`` and are ignored.
@@ -278,6 +297,9 @@ class Config:
     strict: bool | str = False
     outputs: str = "safe"
     record: str = "second"
+    inductor_max_size: int = field(default_factory=lambda: DEFAULT_INDUCTOR_MAX_SIZE)
+    inductor: str = "small"
+    inductor_seconds: int = 120
     progress: bool = False
     verify_memory: bool = False
     audit: str | None = None
@@ -305,7 +327,8 @@ class Config:
 
         Everything but callables in ``break_ops`` can be written as JSON.
         """
-        changed = {name: getattr(self, name) for name in _CHECKS if getattr(self, name) != getattr(_DEFAULT, name)}
+        default = Config()
+        changed = {name: getattr(self, name) for name in _CHECKS if getattr(self, name) != getattr(default, name)}
         for phase in _PHASE_CHECKS.keys() & changed.keys():
             changed[phase] = changed[phase].to_dict(phase)
         for name in {"buckets", "break_ops"} & changed.keys():
@@ -390,9 +413,11 @@ _CHECKS: dict[str, Check] = {
     "strict": _strict,
     "outputs": _choice("safe", "view"),
     "record": _choice("second", "never"),
+    "inductor_max_size": _natural,
+    "inductor": _choice("small", "all", "off"),
+    "inductor_seconds": _natural,
     "progress": _flag,
     "verify_memory": _flag,
     "audit": _audit,
     "trash_rows": _trash_rows,
 }
-_DEFAULT = Config()
