@@ -56,7 +56,7 @@ class Explanation(str):
         are in no sum), ``share`` of each that is captured (None of nothing); ``lines``: per user line ``where``,
         ``file``, ``line``, ``function``, ``source``, cost and ``causes`` (``code``, ``text``, ``fix``, ``soft``,
         ``ops``, cost, ``graphs``); ``graphs``: ``name``, ``device``, ``reason``, cost, ``segments``, ``breaks``,
-        ``sizes``, ``steps``, ``eager_calls``.
+        ``sizes``, ``steps``, ``inductor``, ``eager_calls``.
         """
         captured, total = self.captured, self.total
         return {
@@ -142,6 +142,7 @@ def _graph_text(graph: GraphPart) -> str:
             text += f"\n  FLOPs{' at ' + at + more if at else ''}: {_of(captured, graph.cost.flops, 'in segments')}"
             if graph.cost.unknown:
                 text += f"; {_count(graph.cost.unknown, 'kernel')} of unknown FLOPs"
+    text += "".join(f"\n  {line}" for line in graph.inductor)
     for n, reason in graph.calls if graph.reason is None else ():
         text += f"\n  eager calls so far: {n} x {reason}"
     return text

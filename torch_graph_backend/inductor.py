@@ -340,7 +340,9 @@ class _Preparation:
     def tried(self, step: CapturedSegment, make: Callable[[], CompiledSegment]) -> CompiledSegment | Reason:
         if not self.told:
             self.told = True
-            text = "%s: compiling the segments of key %s with Inductor; the call waits (inductor_max_size=0 turns it off)"
+            text = (
+                "%s: compiling the segments of key %s with Inductor; the call waits (inductor_max_size=0 turns it off)"
+            )
             log.warning(text, self.graph.name, self.entry.key)
         start = time.perf_counter()
         try:

@@ -20,45 +20,59 @@ from torch_graph_backend.passes.dedup import InputFacts
 #: Largest error of all values of a result, relative to their size, that rounding may explain on random inputs.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
 COARSE = 0.1
+_SPECIAL = (float("nan"), float("inf"), float("-inf"))
 
 Plain = Callable[..., tuple[Any, ...]]
 
 
-def probe(segment: CompiledSegment, plain: Plain, inputs: Sequence[tuple[InputFacts, Any, Any]]) -> None:
-    """Compare. ``inputs``: for each its facts, a real tensor that may be read (or None), and what an integer scratch is
-    filled with. Notes in ``segment.separate`` which results must be copied; raises ``Unsuitable``."""
-    generators: dict[torch.device, torch.Generator] = {}
-    ours = [real if real is not None else scratch(facts, fill, generators) for facts, real, fill in inputs]
-    theirs = [t if real is not None else _twin(t) for t, (_, real, _) in zip(ours, inputs, strict=True)]
+#: One input: its facts, a real tensor that may be read (or None), and what an integer scratch is filled with.
+Given = tuple[InputFacts, Any, int]
+
+
+def probe(segment: CompiledSegment, plain: Plain, inputs: Sequence[Given]) -> None:
+    """Compare on random values, then with NaN and infinities among them (Inductor takes ``x * 0`` for 0). Notes in
+    ``segment.separate`` which results must be copied; raises ``Unsuitable``."""
     with torch.inference_mode(False), torch.no_grad():
-        want = plain(*theirs)
-        made = segment.compute(ours)
-        check_layouts(segment, made)
-        segment.separate = shared(made, ours)
-        if segment.separate:
-            made = [t.clone() if i in segment.separate else t for i, t in enumerate(made)]
-        got = segment.assemble(ours, made)
-        for i, (a, b) in enumerate(zip(got, want, strict=True)):
-            check_output(a, b, f"output {i}")
-        for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            if a is not b:
-                check_values(a, b, f"input {i} after the call")
+        for special in (False, True):
+            _compare(segment, plain, inputs, special)
 
 
-def scratch(facts: InputFacts, fill: int, generators: dict[torch.device, torch.Generator]) -> torch.Tensor:
-    """Random floats and booleans, integers of ``fill`` (an index must be in range), laid out and aligned as the input."""
+def _compare(segment: CompiledSegment, plain: Plain, inputs: Sequence[Given], special: bool) -> None:
+    generators: dict[torch.device, torch.Generator] = {}
+    ours = [real if real is not None else scratch(facts, fill, generators, special) for facts, real, fill in inputs]
+    theirs = [t if real is not None else _twin(t) for t, (_, real, _) in zip(ours, inputs, strict=True)]
+    want = plain(*theirs)
+    made = segment.compute(ours)
+    check_layouts(segment, made)
+    segment.separate |= shared(made, ours)
+    made = [t.clone() if i in segment.separate else t for i, t in enumerate(made)]
+    got = segment.assemble(ours, made)
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        check_output(a, b, f"output {i}")
+    for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        if a is not b:
+            check_values(a, b, f"input {i} after the call")
+
+
+def scratch(
+    facts: InputFacts, fill: int, generators: dict[torch.device, torch.Generator], special: bool = False
+) -> torch.Tensor:
+    """Random floats and booleans, integers of ``fill`` (an index must be in range), laid out and aligned as the input.
+    ``special``: a quarter of the floats, in front, is no finite number."""
     generator = generators.setdefault(facts.device, torch.Generator(facts.device).manual_seed(0))
     offset = facts.misaligned // facts.dtype.itemsize
     extent = 0 if 0 in facts.shape else 1 + sum((n - 1) * st for n, st in zip(facts.shape, facts.stride, strict=True))
     where: dict[str, Any] = {"device": facts.device}
-    with torch.inference_mode(False), torch.no_grad():
-        if facts.dtype is torch.bool:
-            memory = torch.randint(0, 2, (offset + extent,), generator=generator, **where).bool()
-        elif facts.dtype.is_floating_point or facts.dtype.is_complex:
-            memory = torch.randn(offset + extent, generator=generator, **where).to(facts.dtype)
-        else:
-            memory = torch.full((offset + extent,), fill, dtype=facts.dtype, **where)
-        return memory.as_strided(facts.shape, facts.stride, offset)
+    if facts.dtype is torch.bool:
+        memory = torch.randint(0, 2, (offset + extent,), generator=generator, **where).bool()
+    elif facts.dtype.is_floating_point or facts.dtype.is_complex:
+        memory = torch.randn(offset + extent, generator=generator, **where)
+        for i, value in enumerate(_SPECIAL if special else ()):
+            memory[offset + i : offset + extent // 4 : len(_SPECIAL)] = value
+        memory = memory.to(facts.dtype)
+    else:
+        memory = torch.full((offset + extent,), fill, dtype=facts.dtype, **where)
+    return memory.as_strided(facts.shape, facts.stride, offset)
 
 
 def _twin(tensor: torch.Tensor) -> torch.Tensor:

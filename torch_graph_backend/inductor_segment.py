@@ -35,6 +35,7 @@ PATCHES: dict[str, Any] = {
     "fallback_random": True,
     "triton.cudagraphs": False,
     "autotune_num_choices_displayed": 0,
+    "max_autotune_report_choices_stats": False,
 }
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
