@@ -1,9 +1,9 @@
 """Structural keys of segments: equal segments (layer 2, layer 3, ...) have equal keys, so one compile serves them all.
 
-Contract. Pure, and a key is hashable. Two segments of equal keys compute the same function of their inputs, in the order
-in which the segments list those: same operations on the same positions, same scalar constants, same outputs, same
-layouts of inputs, and the same inputs sharing memory. Names, source lines and module paths are no part of a key, nor
-is where a weight comes from. What cannot be compared makes a key that equals no other.
+Contract. Pure, and a key is hashable. Two segments of equal keys compute the same function of their inputs, in the
+order in which the segments list those: same operations on the same positions, same scalar constants, same outputs,
+same layouts of inputs, and the same inputs sharing memory. Names, source lines and module paths are no part of a key,
+nor is where a weight comes from. What cannot be compared makes a key that equals no other.
 """
 
 from __future__ import annotations

@@ -293,7 +293,8 @@ def symbolic_sizes(values: Sequence[int]) -> tuple[FakeTensorMode, list[torch.Sy
     mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=False))
     example = torch.empty(tuple(values), device="meta")
     dynamic: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * len(values))
-    return mode, list(mode.from_tensor(example, symbolic_context=dynamic).shape)
+    sizes: Any = mode.from_tensor(example, symbolic_context=dynamic).shape
+    return mode, list(sizes)
 
 
 def compile_with_inductor(

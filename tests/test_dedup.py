@@ -147,7 +147,7 @@ def test_sizes_count_by_value() -> None:
 
     def at(rows: int) -> Hashable:
         def size(expr: Any) -> int:
-            return int(expr.subs({s: rows for s in expr.free_symbols}))
+            return int(expr.subs(dict.fromkeys(expr.free_symbols, rows)))
 
         inputs = {n.name: InputFacts((rows, 8), (8, 1), torch.float32, CPU, 0, i) for i, n in enumerate(tensors)}
         return segment_key(seen.calls(), inputs, [seen.calls()[-1].name], size)

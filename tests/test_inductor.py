@@ -1,7 +1,7 @@
 """Small buckets through Inductor: what is compiled, that the answer is eager's, and what happens when it does not work.
 
-Compiling takes seconds on a CPU, so functions here are small. What they compare has been rounded elsewhere: by Inductor's
-own order of additions, never more than a few last digits.
+Compiling takes seconds on a CPU, so functions here are small. What they compare was rounded in another order, which is
+never more than a few last digits.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def test_code_for_several_buckets_is_not_used_where_its_assumptions_fail() -> No
     import sympy
 
     s = sympy.Symbol("s", integer=True)
-    artefact = inductor_segment.Artefact(lambda: [], (s,), (sympy.Eq(sympy.Mod(s, 8), 0), sympy.Ge(s, 2)))
+    artefact = inductor_segment.Artefact(list, (s,), (sympy.Eq(sympy.Mod(s, 8), 0), sympy.Ge(s, 2)))
     assert artefact.fits([16])
     assert not artefact.fits([12])
 

@@ -47,6 +47,8 @@ class Entry:
     (``audit``). ``nbytes``: memory that had to be allocated for this key.
     not be recorded and run as Python at every call. ``compiled`` segments are Inductor's; ``plain`` ones might have been,
     and why they are not; ``prepared``: both were decided. ``nbytes``: memory that had to be allocated for this key.
+    not be recorded and run as Python at every call. ``compiled`` segments run Inductor's code; ``plain`` says why
+    others of a small key do not; ``prepared``: both are decided. ``nbytes``: what had to be allocated for this key.
     """
 
     def __init__(

@@ -13,13 +13,13 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import Node
 
-from torch_graph_backend.codegen import size_function
+from torch_graph_backend.inductor_places import Place, Places, general_layout
 from torch_graph_backend.inductor_probe import probe
 from torch_graph_backend.inductor_segment import (
     Artefact,
@@ -34,12 +34,11 @@ from torch_graph_backend.inductor_segment import (
 )
 from torch_graph_backend.ledger import log
 from torch_graph_backend.passes.alias import is_random
-from torch_graph_backend.passes.dedup import ALIGNMENT, InputFacts, segment_key
+from torch_graph_backend.passes.dedup import InputFacts, segment_key
 from torch_graph_backend.passes.flops import rows_of
 from torch_graph_backend.passes.reasons import Reason
 from torch_graph_backend.passes.torch_api import cpp_compiler_error, triton_error
-from torch_graph_backend.plan import CapturedSegment, Ref, TensorSpec
-from torch_graph_backend.plan_build import spec_of
+from torch_graph_backend.plan import CapturedSegment
 from torch_graph_backend.progress import shown
 from torch_graph_backend.slots import evaluate
 
@@ -74,32 +73,6 @@ class Described:
 
     outputs: tuple[Output, ...]
     written: frozenset[int]
-
-
-@dataclass(frozen=True, eq=False)
-class Place:
-    """A value between segments: its layout, and where it lies: ``start`` bytes into the memory ``root``. ``tensor``: the
-    real one, if there is one already; ``readable``: it holds what it will hold in the call."""
-
-    root: Hashable
-    start: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    spec: TensorSpec
-    readable: torch.Tensor | None = None
-    fill: int = 0
-
-    @property
-    def end(self) -> int:
-        if 0 in self.shape:
-            return self.start
-        extent = 1 + sum((n - 1) * st for n, st in zip(self.shape, self.stride, strict=True))
-        return self.start + extent * self.dtype.itemsize
-
-    def overlaps(self, other: Place) -> bool:
-        return self.root == other.root and self.start < other.end and other.start < self.end
 
 
 # -- policy ------------------------------------------------------------------------------------------------------------
@@ -184,10 +157,10 @@ class _Preparation:
     """Walks through the segments of one key; knows where every value between them lies."""
 
     def __init__(self, graph: CompiledGraph, entry: Entry, args: Sequence[Any], kind: str) -> None:
-        self.graph, self.entry, self.args, self.kind = graph, entry, args, kind
+        self.graph, self.entry, self.kind = graph, entry, kind
         self.cache = graph.compiles
         self.nodes = {n.name: n for n in graph.normal.graph.nodes}
-        self.values: dict[str, Place] = {}
+        self.places = Places(entry, args)
         self.environment = environment(entry.state.device)
         self.told = False
 
@@ -203,17 +176,17 @@ class _Preparation:
         """Compile one segment, or say why not; and note where its outputs lie."""
         nodes = [self.nodes[op.value] for op in step.ops]
         try:
-            places = {name: self.place(ref) for name, ref in step.inputs}
+            places = {name: self.places.place(ref) for name, ref in step.inputs}
         except Unsuitable as unsuitable:
             return Reason("inductor-unsuitable", f"segment {step.index}: {unsuitable}")
-        facts = self.facts(list(places.values()))
+        facts = Places.facts(list(places.values()))
         inputs = dict(zip(places, facts, strict=True))
         key = (self.environment, segment_key(nodes, inputs, step.outputs, self.at_bucket))
         described = self.describe(step, key, facts)
         if isinstance(described, Reason):
             return described
         for name, out in zip(step.outputs, described.outputs, strict=True):
-            self.values[name] = self.output(step, name, out, list(places.values()))
+            self.places.note(step, self.nodes[name], out, list(places.values()))
         if not step.kernels:
             return None
         reason = self.unsafe(step, nodes, facts, described)
@@ -244,48 +217,6 @@ class _Preparation:
                 names = ", ".join(step.inputs[k][0] for k in others[:3])
                 return Reason("inductor-unsuitable", f"segment {step.index} changes memory that {names} share")
         return None
-
-    # -- where values lie ----------------------------------------------------------------------------------------
-
-    def place(self, ref: Ref) -> Place:
-        entry = self.entry
-        if ref.kind == "static":
-            if str(ref.key) not in self.values:
-                raise Unsuitable(f"it reads {ref.key}, whose layout is not known")
-            return self.values[str(ref.key)]
-        if ref.kind == "count":
-            count = entry.plan.counts[int(ref.key)]
-            return _real(entry.counts[int(ref.key)], None, fill=entry.bucket[count.symbol])
-        if ref.kind in ("slot", "bridge"):
-            i = int(ref.key)
-            spec = entry.plan.slots[i].spec if ref.kind == "slot" else entry.plan.bridges[i].spec
-            return _real((entry.slots if ref.kind == "slot" else entry.bridges)[i], spec)
-        tensor = self.args[int(ref.key)] if ref.kind == "arg" else entry.normal.constants[str(ref.key)]
-        if not isinstance(tensor, torch.Tensor) or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-            raise Unsuitable(f"{ref} is a {type(tensor).__name__}")
-        if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
-            raise Unsuitable(f"{ref} is no plain strided tensor")
-        if tensor.device != entry.state.device:
-            raise Unsuitable(f"{ref} is on {tensor.device}")
-        value = self.graph.normal.placeholders[int(ref.key)].meta["val"] if ref.kind == "arg" else tensor
-        return _real(tensor, spec_of(value), readable=True)
-
-    def facts(self, places: Sequence[Place]) -> list[InputFacts]:
-        found = []
-        for i, p in enumerate(places):
-            misaligned = 0 if p.device.type == "cpu" else p.start % ALIGNMENT
-            shares = next(k for k, q in enumerate(places[: i + 1]) if k == i or p.overlaps(q))
-            found.append(InputFacts(p.shape, p.stride, p.dtype, p.device, misaligned, shares))
-        return found
-
-    def output(self, step: CapturedSegment, name: str, out: Output, inputs: Sequence[Place]) -> Place:
-        spec = spec_of(self.nodes[name].meta["val"])
-        if out.source == "input":
-            base = inputs[out.index]
-            root, start = base.root, base.start + (0 if out.whole else out.offset * out.dtype.itemsize)
-        else:
-            root, start = ("made", step.index, out.index), (0 if out.whole else out.offset * out.dtype.itemsize)
-        return Place(root, start, out.shape, out.stride, out.dtype, self.entry.state.device, spec)
 
     def describe(self, step: CapturedSegment, key: Hashable, facts: Sequence[InputFacts]) -> Described | Reason:
         """The segment's outputs; traced once a structure."""
@@ -402,21 +333,18 @@ class _Preparation:
             named = {s: sympy.Symbol(name, integer=True, positive=True) for s, name in symbols.items()}
             return str(sympy.sympify(expr).xreplace(fixed).xreplace(named))
 
-        layouts = [_layout(p, entry) for p in places]
-        if any(layout is None for layout in layouts):
+        layouts = [at for p in places if (at := general_layout(p, entry)) is not None]
+        if len(layouts) < len(places):
             return None
-        general = {
-            name: InputFacts(
-                tuple(map(text, p.spec.shape)), tuple(map(text, s)), f.dtype, f.device, f.misaligned, f.shares
-            )
-            for (name, _), p, f, (s, _) in zip(step.inputs, places, facts, layouts, strict=True)  # type: ignore[misc]
-        }
+        general = {}
+        for (name, _), p, f, (stride, _) in zip(step.inputs, places, facts, layouts, strict=True):
+            general[name] = replace(f, shape=tuple(map(text, p.spec.shape)), stride=tuple(map(text, stride)))
         key = (self.environment, segment_key(nodes, general, step.outputs, text))
         found = self.cache.dynamic.get(key)
         sizes = [entry.size_args[i] for i in bucketed]
         if found is None:
             fn = entry.program.steps[step.index]
-            inputs = [(f, at) for f, (_, at) in zip(facts, layouts, strict=True)]  # type: ignore[misc]
+            inputs = [(f, at) for f, (_, at) in zip(facts, layouts, strict=True)]
             try:
                 found, _ = compile_dynamic(fn, entry.size_args, bucketed, inputs)
                 self.cache.made += 1
@@ -424,25 +352,3 @@ class _Preparation:
                 found = self.failed(step, error)
             self.cache.dynamic[key] = found
         return found if isinstance(found, Artefact) and found.fits(sizes) else None
-
-
-def _real(tensor: torch.Tensor, spec: TensorSpec | None, readable: bool = False, fill: int = 0) -> Place:
-    """A tensor that is there already, at its address."""
-    layout = tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.device
-    read = tensor.detach() if readable else None
-    return Place("memory", tensor.data_ptr(), *layout, spec or spec_of(tensor), read, fill)
-
-
-def _layout(
-    place: Place, entry: Entry
-) -> tuple[tuple[Any, ...], Callable[[Sequence[Any]], tuple[list[Any], list[Any]]]] | None:
-    """Stride expressions, and shape and stride as a function of all sizes; None if they are not as planned here (a
-    buffer that is laid out densely)."""
-    names = [s.name for s in entry.plan.symbols]
-    spec = place.spec
-    if tuple(evaluate(n, entry.bucket) for n in spec.shape) != place.shape:
-        return None
-    if tuple(evaluate(n, entry.bucket) for n in spec.stride) != place.stride:
-        return None
-    shape, stride = size_function(names, spec.shape), size_function(names, spec.stride)
-    return spec.stride, lambda sizes: (list(shape(*sizes)), list(stride(*sizes)))

@@ -1,10 +1,10 @@
 """A compiled segment and the plain one, run once each on scratch memory, before anything trusts the compiled one.
 
 Contract. Nothing of a caller's is changed and no random number of a caller's is drawn: what a segment writes, and every
-static buffer, is replaced by scratch; weights and constants are read where they lie. The probe tells layouts, dtypes and
-memory of the results (a result on memory of an input or of another result is a copy that was optimised away), and that
-the values are those of the plain kernels, within what rounding explains. It is also where Triton loads and tunes its
-kernels: outside of the pool, and outside of the call.
+static buffer, is replaced by scratch; weights and constants are read where they lie. The probe tells layouts, dtypes
+and memory of the results (a result on memory of an input or of another result is a copy that was optimised away), and
+that the values are those of the plain kernels, within what rounding explains. It is also where Triton loads and tunes
+its kernels: outside of the pool, and outside of the call.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ PATCHES: dict[str, Any] = {
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
-class Unsuitable(Exception):
+class Unsuitable(Exception):  # noqa: N818 (a finding, not an error)
     """Why a segment is left to plain kernels: what Inductor assumes, or what we must know, does not hold."""
 
 
@@ -77,8 +77,8 @@ Code = Callable[..., Sequence[torch.Tensor]]
 
 
 class CompiledSegment(OpaqueSegment):
-    """Compiled code at one bucket. ``sizes`` go before the inputs. ``separate``: results that the code returns on memory
-    of an input or of another result (a copy that was optimised away), which are copied."""
+    """Compiled code at one bucket. ``sizes`` go before the inputs. ``separate``: results that the code returns on
+    memory of an input or of another result (a copy that was optimised away), which are copied."""
 
     def __init__(self, code: Code, sizes: tuple[int, ...], traced: Traced) -> None:
         self.code, self.sizes, self.outputs, self.layouts = code, sizes, traced.outputs, traced.layouts
@@ -88,10 +88,12 @@ class CompiledSegment(OpaqueSegment):
         with without_autocast():
             made = list(self.code(*self.sizes, *inputs))
         for i in self.separate:
-            made[i] = torch.empty_strided(*self.layouts[i][:2], dtype=made[i].dtype, device=made[i].device).copy_(
-                made[i]
-            )
+            made[i] = self.copy(i, made[i])
         return made
+
+    def copy(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        shape, stride, dtype = self.layouts[index]
+        return torch.empty_strided(shape, stride, dtype=dtype, device=value.device).copy_(value)
 
     def assemble(self, inputs: Sequence[Any], made: Sequence[torch.Tensor]) -> tuple[Any, ...]:
         found = []

@@ -142,6 +142,8 @@ class Stats:
     ``audit_failures``: what failed, and runs eagerly since. ``nbytes``: memory that had to be
     computed rows that were padding, 0.0 to 1.0. ``seconds``: normalise, plan, record, inductor. ``nbytes``: memory that had to be
     allocated for the keys there are now, buffers and recordings; graphs of a device share it.
+    computed rows that were padding, 0.0 to 1.0. ``seconds``: normalise, plan, record, inductor. ``nbytes``:
+    memory that had to be allocated for the keys there are now, buffers and recordings; graphs of a device share it.
 
     ``limits``: a sentence for each code object that has as many graphs as Dynamo makes of one (further ones run without
     a backend, and uncounted).

@@ -134,7 +134,7 @@ class HostRecorder(CaptureBackend):
         try:
             with self.capture_session(self._inference):
                 if isinstance(segment, OpaqueSegment):
-                    results = tape.opaque(segment, args)
+                    results: Sequence[Any] = tape.opaque(segment, args)
                 else:
                     with NoHostReads(), tape:
                         results = segment(*args)
