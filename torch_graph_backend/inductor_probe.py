@@ -31,7 +31,7 @@ Given = tuple[InputFacts, Any, int]
 
 def probe(segment: CompiledSegment, plain: Plain, inputs: Sequence[Given]) -> None:
     """Compare on random values, then with NaN and infinities among them (Inductor takes ``x * 0`` for 0). Notes in
-    ``segment.separate`` which results must be copied; raises ``Unsuitable``."""
+    ``segment.copied`` which results must be copied; raises ``Unsuitable``."""
     with torch.inference_mode(False), torch.no_grad():
         for special in (False, True):
             _compare(segment, plain, inputs, special)
@@ -43,9 +43,8 @@ def _compare(segment: CompiledSegment, plain: Plain, inputs: Sequence[Given], sp
     theirs = [t if real is not None else _twin(t) for t, (_, real, _) in zip(ours, inputs, strict=True)]
     want = plain(*theirs)
     made = segment.compute(ours)
-    check_layouts(segment, made)
-    segment.separate |= shared(made, ours)
-    made = [t.clone() if i in segment.separate else t for i, t in enumerate(made)]
+    segment.copied |= check_layouts(segment, made) | shared(made, ours)
+    made = [segment.copy(i, t) if i in segment.copied else t for i, t in enumerate(made)]
     got = segment.assemble(ours, made)
     for i, (a, b) in enumerate(zip(got, want, strict=True)):
         check_output(a, b, f"output {i}")
@@ -82,18 +81,22 @@ def _twin(tensor: torch.Tensor) -> torch.Tensor:
     return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
-def check_layouts(segment: CompiledSegment, made: Sequence[torch.Tensor]) -> None:
-    """What segments and cuts rely on: shape, dtype, and strides where they matter."""
+def check_layouts(segment: CompiledSegment, made: Sequence[torch.Tensor]) -> set[int]:
+    """What segments and cuts rely on: shape and dtype, and strides where they matter. Returns the results whose strides
+    are others (Inductor's decompositions may lay out an intermediate result in their own way)."""
+    strange = set()
     if len(made) != len(segment.layouts):
         raise Unsuitable(f"Inductor returns {len(made)} results for {len(segment.layouts)}")
     for i, (t, (shape, stride, dtype)) in enumerate(zip(made, segment.layouts, strict=True)):
-        good = isinstance(t, torch.Tensor) and tuple(t.shape) == shape and t.dtype is dtype
-        if not good or any(n > 1 and a != b for n, a, b in zip(shape, t.stride(), stride, strict=True)):
-            got = f"{t.dtype} {list(t.shape)} with strides {t.stride()}" if isinstance(t, torch.Tensor) else repr(t)
-            raise Unsuitable(f"result {i} is {got}, planned {dtype} {list(shape)} with strides {stride}")
+        if not isinstance(t, torch.Tensor) or tuple(t.shape) != shape or t.dtype is not dtype:
+            got = f"{t.dtype} {list(t.shape)}" if isinstance(t, torch.Tensor) else repr(t)
+            raise Unsuitable(f"result {i} is {got}, planned {dtype} {list(shape)}")
+        if any(n > 1 and a != b for n, a, b in zip(shape, t.stride(), stride, strict=True)):
+            strange.add(i)
+    return strange
 
 
-def shared(made: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> frozenset[int]:
+def shared(made: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> set[int]:
     """Results on memory that is an input's or an earlier result's."""
     seen = {t.untyped_storage().data_ptr() for t in inputs} - {0}
     found = set()
@@ -103,7 +106,7 @@ def shared(made: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> froz
             found.add(i)
         elif address:
             seen.add(address)
-    return frozenset(found)
+    return found
 
 
 def check_output(got: torch.Tensor, want: torch.Tensor, what: str) -> None:

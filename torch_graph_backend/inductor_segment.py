@@ -77,21 +77,22 @@ Code = Callable[..., Sequence[torch.Tensor]]
 
 
 class CompiledSegment(OpaqueSegment):
-    """Compiled code at one bucket. ``sizes`` go before the inputs. ``separate``: results that the code returns on
-    memory of an input or of another result (a copy that was optimised away), which are copied."""
+    """Compiled code at one bucket. ``sizes`` go before the inputs. ``copied``: results that the code returns on
+    memory of an input or of another result (a copy that was optimised away), or with other strides than planned."""
 
     def __init__(self, code: Code, sizes: tuple[int, ...], traced: Traced) -> None:
         self.code, self.sizes, self.outputs, self.layouts = code, sizes, traced.outputs, traced.layouts
-        self.separate: frozenset[int] = frozenset()
+        self.copied: set[int] = set()
 
     def compute(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
         with without_autocast():
             made = list(self.code(*self.sizes, *inputs))
-        for i in self.separate:
+        for i in self.copied:
             made[i] = self.copy(i, made[i])
         return made
 
     def copy(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        """The value on memory of its own, laid out as planned."""
         shape, stride, dtype = self.layouts[index]
         return torch.empty_strided(shape, stride, dtype=dtype, device=value.device).copy_(value)
 

@@ -72,7 +72,9 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Llama(nn.Module):
     """Decodes one token: ``(ids (1, 1), at (1,))`` to logits ``(1, 1, vocabulary)``."""
 
-    def __init__(self, layers: int = 4, width: int = 64, heads: int = 4, length: int = 64, vocabulary: int = 128) -> None:
+    def __init__(
+        self, layers: int = 4, width: int = 64, heads: int = 4, length: int = 64, vocabulary: int = 128
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
         self.layers = nn.ModuleList(Layer(width, heads, length) for _ in range(layers))
@@ -105,7 +107,9 @@ def contenders(make: Callable[[], nn.Module]) -> dict[str, Callable[..., Tensor]
     }
 
 
-def measure(make: Callable[[], nn.Module], arguments: Callable[[int], tuple[Tensor, ...]], rounds: int) -> dict[str, Any]:
+def measure(
+    make: Callable[[], nn.Module], arguments: Callable[[int], tuple[Tensor, ...]], rounds: int
+) -> dict[str, Any]:
     """``arguments(i)``: those of call ``i``."""
     runs = contenders(make)
     seconds: dict[str, list[float]] = {name: [] for name in runs}
@@ -158,7 +162,9 @@ def main() -> int:
     for name in ("mlp", "llama_decode"):
         row = result[name]
         ratios = ", ".join(f"inductor {k}: {v:.2f} of eager" for k, v in row["ratio"].items())
-        print(f"{name}: eager {row['eager_ms']:.2f} ms; {ratios}; {row['compiles']} compiles {row['compile_seconds']:.1f} s")
+        print(
+            f"{name}: eager {row['eager_ms']:.2f} ms; {ratios}; {row['compiles']} compiles {row['compile_seconds']:.1f} s"
+        )
     return 0
 
 
