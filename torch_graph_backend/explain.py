@@ -18,6 +18,8 @@ from torch_graph_backend.plan import Plan
 from torch_graph_backend.plan_text import plan_text
 from torch_graph_backend.runner import CompiledGraph
 
+#: To see what is captured nothing has to be compiled.
+PLAIN = {"inductor": "off"}
 #: Lines and causes of a line that the text shows; the dict has all.
 _LINES_SHOWN, _CAUSES_SHOWN = 12, 4
 
@@ -95,7 +97,7 @@ def _made_by_calling(model: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     known = {id(g) for g in registry.all_graphs()}
     wrapped = registry.wraps_bcg(model)
     with torch.no_grad():
-        (model if wrapped else torch.compile(registry.unwrap(model), backend="bcg"))(*args, **kwargs)
+        (model if wrapped else torch.compile(registry.unwrap(model), backend="bcg", options=PLAIN))(*args, **kwargs)
     return [g for g in registry.all_graphs() if id(g) not in known]
 
 
