@@ -161,6 +161,7 @@ def test_size_is_the_product_of_bucketed_sizes(no_grad: None) -> None:
     assert inductor.key_size(graph(), entry) == 4 * 8
 
 
+@pytest.mark.slow
 def test_all_compiles_once_for_several_buckets(no_grad: None) -> None:
     model = Mlp(2)
     fast = compiled(model, inductor="all", inductor_max_size=4, buckets=[4, 8, 64])
@@ -204,6 +205,7 @@ def test_equal_layers_are_compiled_once(no_grad: None) -> None:
     assert keys()["8"].compiles <= 2
 
 
+@pytest.mark.slow
 def test_a_16_layer_llama_compiles_at_most_4_segments_a_bucket(no_grad: None) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
@@ -413,7 +415,10 @@ def autocast(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return torch.tanh(x @ w).float() @ w.t()
 
 
-SQUARE = {"w": (16, 16)}
+def repaired(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return (x @ w).tanh().sum(0) + 1
+
+
 FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[int, int], bool]] = {
     "writes an argument": (writes_argument, (16, 16), True),
     "views": (returns_views, (16, 48), False),
@@ -423,33 +428,27 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[int, int], bool]] = {
     "transposed": (transposed, (16, 16), False),
     "not finite": (not_finite, (16, 16), False),
     "autocast": (autocast, (16, 16), False),
+    "repaired": (repaired, (16, 16), False),
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_equal_to_eager(name: str) -> None:
     """Values, strides, dtypes and shared memory of outputs, arguments after the call; tails poisoned."""
     function, shape, state = FUNCTIONS[name]
     w = torch.randn(shape, generator=torch.Generator().manual_seed(0)) / 4
-    memory = torch.zeros(16)
+    rest = (torch.zeros(16), w) if state else (w,)
 
-    def call(n: int) -> tuple[Any, ...]:
-        return (rows(n), memory.clone(), w) if state else (rows(n), w)
+    def call(n: int) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
+        """Rows of this call, and each side's own state and weight: the same tensors at every call."""
+        return lambda side: (rows(n), *side.setdefault("rest", [t.clone() for t in rest]))
 
-    kept: dict[int, Any] = {}
-
-    def make(n: int) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
-        def arguments(side: dict[str, Any]) -> tuple[Any, ...]:
-            return side.setdefault("args", {}).setdefault("rest", call(n)[1:]) and (rows(n), *side["args"]["rest"])
-
-        return arguments
-
-    del kept
     tolerance = 2e-2 if name == "autocast" else 1e-5
     options = {"options": {"buckets": [4, 8], "min_segment_kernels": 1}}
     report = check_calls(
         function,
-        [make(n) for n in (3, 3, 7, 5, 3)],
+        [call(n) for n in (3, 3, 7, 5, 3)],
         compiled_kwargs=options,
         bitwise=False,
         tolerance=tolerance,
@@ -457,6 +456,38 @@ def test_equal_to_eager(name: str) -> None:
     assert report.stats.replays >= 3
     found = [c for g in registry.all_graphs() for c in g.ledger.keys.values()]
     assert sum(c.compiled for c in found) >= 2, [c.plain for c in found]
+
+
+@pytest.mark.slow
+def test_inside_of_autocast(no_grad: None) -> None:
+    """Ambient autocast is part of what is compiled, and is not applied twice."""
+    model = Mlp(2)
+    fast = compiled(model)
+    for n in (3, 4, 3):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            got, want = fast(rows(n)), model(rows(n))
+        assert got.dtype is want.dtype
+        torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(fast(rows(n)), model(rows(n)))  # and not outside of it
+    counts = [c for g in registry.all_graphs() for c in g.ledger.keys.values()]
+    assert [c.compiles for c in counts] == [1, 1]
+
+
+def test_inference_mode_and_its_tensors() -> None:
+    def model(x: torch.Tensor, cache: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = (x @ w).tanh()
+        cache.add_(y.sum(0))
+        return y * 2
+
+    with torch.inference_mode():
+        w, caches = torch.randn(16, 16) / 4, [torch.zeros(16), torch.zeros(16)]
+        torch._dynamo.mark_static_address(caches[0])
+        fast = compiled(model, buckets=[4])
+        for n in (4, 4, 3, 4):
+            torch.testing.assert_close(fast(rows(n), caches[0], w), model(rows(n), caches[1], w))
+            torch.testing.assert_close(caches[0], caches[1])
+    counts = [c for g in registry.all_graphs() for c in g.ledger.keys.values()]
+    assert sum(c.compiled for c in counts) >= 1
 
 
 def test_verify_memory_finds_nothing(no_grad: None) -> None:
@@ -485,6 +516,7 @@ def test_unaligned_inputs(device: str, no_grad: None) -> None:
         x = rows(4, device=device)
         torch.testing.assert_close(fast(x, caches[0], w), model(x, caches[1], w))
         torch.testing.assert_close(memories[0], memories[1])
+    assert keys()["4"].compiled == keys()["4"].compiles == 2
 
 
 def test_segments_draw_no_random_numbers(no_grad: None) -> None:
