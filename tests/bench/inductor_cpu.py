@@ -1,10 +1,10 @@
 """What Inductor's segments bring on a CPU: ratios to eager of the same run, and what compiling cost.
 
-    python tests/bench/inductor_cpu.py docs/bench/inductor_cpu.json [--rounds 40]
+    python tests/bench/inductor_cpu.py docs/bench/inductor_cpu.json [--rounds 30]
 
 Models: an MLP (layers of pointwise work between small products), and a Llama-like decoder that decodes one token a
 call with a static cache, as one segment. Each is called eagerly, with ``inductor="off"`` and with the default; the
-three take turns, call by call, so that a busy machine slows all alike. ``ratio``: median milliseconds over eager's.
+three take turns, ten calls each, so that a busy machine slows all alike. ``ratio``: median milliseconds over eager's.
 The host recorder is an imitation, made for tests: "off" shows what that costs, which a GPU does not pay.
 """
 
@@ -114,16 +114,17 @@ def measure(
     runs = contenders(make)
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     worst = 0.0
-    for i in range(rounds + 3):
-        outputs = {}
+    for r in range(rounds + 1):
+        outputs: dict[str, list[Tensor]] = {name: [] for name in runs}
         for name, run in runs.items():
-            args = arguments(i)
-            start = time.perf_counter()
-            outputs[name] = run(*args)
-            if i >= 3:  # a first call, a recording, and one to warm up
-                seconds[name].append(time.perf_counter() - start)
-        want = outputs["eager"]
-        worst = max(worst, float((outputs["small"] - want).abs().max() / want.abs().max()))
+            for i in range(10 * r, 10 * r + 10):
+                args = arguments(i)
+                start = time.perf_counter()
+                outputs[name].append(run(*args))
+                if r:  # the first round compiles, records and warms up
+                    seconds[name].append(time.perf_counter() - start)
+        for got, want in zip(outputs["small"], outputs["eager"], strict=True):
+            worst = max(worst, float((got - want).abs().max() / want.abs().max()))
     eager = statistics.median(seconds["eager"])
     stats = tgb.stats(runs["small"])
     found = [count for keys in stats.keys.values() for count in keys.values()]
@@ -151,7 +152,7 @@ def tokens(i: int) -> tuple[Tensor, ...]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("json", type=Path)
-    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=30, help="of ten calls each")
     args = parser.parse_args()
     torch.set_num_threads(1)
     result: dict[str, Any] = {"torch": torch.__version__, "threads": 1, "rounds": args.rounds}
