@@ -19,7 +19,7 @@ from torch_graph_backend.plan_text import plan_text
 from torch_graph_backend.runner import CompiledGraph
 
 #: To see what is captured nothing has to be compiled.
-PLAIN = {"inductor": "off"}
+PLAIN: dict[str, Any] = {"inductor": "off"}
 #: Lines and causes of a line that the text shows; the dict has all.
 _LINES_SHOWN, _CAUSES_SHOWN = 12, 4
 
