@@ -246,14 +246,13 @@ def test_a_failed_compile_leaves_plain_kernels(
     fast = compiled(model)
     with caplog.at_level(logging.WARNING, "torch_graph_backend"):
         for n in (3, 4, 3):
-            assert torch.equal(fast(rows(n)), model(rows(n))) or n == 3
             torch.testing.assert_close(fast(rows(n)), model(rows(n)))
     assert codes("4") == ["inductor-failed"]
     assert "no code today" in str(tgb.stats(fast))
     assert "no code today" in tgb.explain(fast)
     assert [str(e) for e in graph().compiles.errors] == ["no code today"]
     assert sum("no code today" in r.message for r in caplog.records) == 1
-    tgb.stats(fast).expect(replays=5, eager=0)
+    tgb.stats(fast).expect(replays=2, eager=0)
     (entry,) = graph().entries.values()
     assert not entry.demoted
 
