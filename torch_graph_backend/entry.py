@@ -43,12 +43,9 @@ class Entry:
 
     ``ran_on`` holds the threads that made a first call: a thread records only after a first run of its own, which
     makes what libraries keep per thread (cuBLAS handles) and cannot make inside a recording. ``demoted`` segments could
-    not be recorded and run as Python at every call. ``audited``: whether a replay was, and which sizes were padded then
-    (``audit``). ``nbytes``: memory that had to be allocated for this key.
-    not be recorded and run as Python at every call. ``compiled`` segments are Inductor's; ``plain`` ones might have been,
-    and why they are not; ``prepared``: both were decided. ``nbytes``: memory that had to be allocated for this key.
     not be recorded and run as Python at every call. ``compiled`` segments run Inductor's code; ``plain`` says why
-    others of a small key do not; ``prepared``: both are decided. ``nbytes``: what had to be allocated for this key.
+    others of a small key do not; ``prepared``: both are decided. ``audited``: whether a replay was, and which sizes
+    were padded then (``audit``). ``nbytes``: memory that had to be allocated for this key.
     """
 
     def __init__(
@@ -134,8 +131,6 @@ class Entry:
     ) -> tuple[Any, ...]:
         """Run a segment's Python at the bucket's size; ``pool``: no other segment of this call is replayed."""
         with self.recorder.capture_session(self.writes_inference(args), pool):
-            return self.program.steps[step.index](*self.size_args, *self.inputs(step, args, values))
-        with self.recorder.capture_session(self._writes_inference(args), pool):
             return tuple(self.body(step)(*self.inputs(step, args, values)))
 
     def body(self, step: CapturedSegment) -> Segment:

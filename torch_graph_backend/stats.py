@@ -19,8 +19,7 @@ from torch_graph_backend.passes.reasons import Reason
 from torch_graph_backend.runner import CompiledGraph
 from torch_graph_backend.shape_key import ShapeKey
 
-_SECONDS = ("normalise", "plan", "record", "audit")
-_SECONDS = ("normalise", "plan", "record", "inductor")
+_SECONDS = ("normalise", "plan", "record", "audit", "inductor")
 #: What ``expect`` takes, alone or after ``min_`` and ``max_``.
 _COUNTS = ("graphs", "calls", "replays", "first_calls", "recordings", "eager", "padding_waste", "nbytes", "audits")
 #: What a difference subtracts of a key; its memory and its demoted segments are as they are now.
@@ -138,12 +137,9 @@ class GraphStats:
 class Stats:
     """Counts over all graphs of a model. ``calls`` counts calls of compiled graphs (a model with graph breaks makes
     several a step); ``calls == replays + first_calls + sum(eager.values())``. ``padding_waste`` is the share of
-    computed rows that were padding, 0.0 to 1.0. ``seconds``: normalise, plan, record, audit. ``audits``: audited calls;
-    ``audit_failures``: what failed, and runs eagerly since. ``nbytes``: memory that had to be
-    computed rows that were padding, 0.0 to 1.0. ``seconds``: normalise, plan, record, inductor. ``nbytes``: memory that had to be
-    allocated for the keys there are now, buffers and recordings; graphs of a device share it.
-    computed rows that were padding, 0.0 to 1.0. ``seconds``: normalise, plan, record, inductor. ``nbytes``:
-    memory that had to be allocated for the keys there are now, buffers and recordings; graphs of a device share it.
+    computed rows that were padding, 0.0 to 1.0. ``seconds``: normalise, plan, record, audit, inductor. ``audits``:
+    audited calls; ``audit_failures``: what failed, and runs eagerly since. ``nbytes``: memory that had to be allocated
+    for the keys there are now, buffers and recordings; graphs of a device share it.
 
     ``limits``: a sentence for each code object that has as many graphs as Dynamo makes of one (further ones run without
     a backend, and uncounted).
@@ -270,9 +266,8 @@ class Stats:
                 )
                 lines.append(f"  {name}: keys (first calls + replays) {counts}")
                 lines += [f"    key {k}: {reason}" for k, c in keys.items() for reason in c.demoted]
-        lines.append("  seconds: " + ", ".join(f"{k} {v:.2f}" for k, v in self.seconds.items() if v or k != "audit"))
                 lines += [f"    {text}" for text in inductor_lines(keys)]
-        used = [f"{k} {v:.2f}" for k, v in self.seconds.items() if v or k != "inductor"]
+        used = [f"{k} {v:.2f}" for k, v in self.seconds.items() if v or k not in ("audit", "inductor")]
         lines.append("  seconds: " + ", ".join(used))
         if self.nbytes:
             lines.append(f"  memory of keys: {self.nbytes / 2**20:.2f} MiB")
