@@ -8,8 +8,9 @@ ATen, or a size that depends on data. An unknown count must never be shown as ze
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -104,3 +105,27 @@ def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
     for n in outer:
         pairs *= n
     return int(2 * pairs * (width + v.shape[-1]))
+
+
+def rows_of(node: Node, size: Callable[[Any], int]) -> int:
+    """Rows that a contraction computes at other sizes: the product of all dimensions of its result but the last, and of
+    batched products the second last alone. 0 for what is no contraction. ``size``: the value of a size expression."""
+    value = node.meta.get("val")
+    target = getattr(node.target, "overloadpacket", None)
+    if not isinstance(value, torch.Tensor) or (target not in _CONTRACTIONS and _formula(node.target) is None):
+        return 0
+    shape = [size(n) for n in value.shape]
+    if target in (aten.convolution, aten.conv1d, aten.conv2d, aten.conv3d) and len(shape) > 1:
+        shape = [n for d, n in enumerate(shape) if d != 1] + [shape[1]]
+    if target in (aten.bmm, aten.baddbmm) or (target is aten.matmul and _both_batched(node)):
+        shape = shape[-2:]
+    return math.prod(shape[:-1])
+
+
+#: Made of others (``mm``, ``convolution``), or with a formula.
+_CONTRACTIONS = frozenset([aten.linear, aten.matmul, aten.einsum, aten.conv1d, aten.conv2d, aten.conv3d])
+
+
+def _both_batched(node: Node) -> bool:
+    operands = [a.meta.get("val") for a in node.args[:2] if isinstance(a, Node)]
+    return all(isinstance(v, torch.Tensor) and v.dim() > 2 for v in operands)

@@ -37,6 +37,11 @@ CODES: dict[str, str] = {
     "capture-failed": "a segment could not be recorded and runs uncaptured",
     "moving-input": "it changes an input whose address keeps changing",
     "audit-failed": "an audit found that padded rows change its real rows, or memory of the caller's",
+    # segment codes: the segment is recorded, but with plain kernels
+    "inductor-failed": "Inductor could not compile a segment of a small key",
+    "inductor-unsuitable": "Inductor's assumptions do not hold for a segment of a small key",
+    "inductor-time": "the seconds that compiling a graph may take are used up",
+    "inductor-unavailable": "Inductor has no compiler here",
     # graph codes
     "normalise-failed": "the graph could not be normalised and runs as it came",
     "nothing-to-capture": "no operation of this graph can be captured",
@@ -90,6 +95,10 @@ FIXES: dict[str, str] = {
     "small-segment": "set min_segment_kernels=1 to capture it",
     "moving-input": "pass the same tensor every time, such as one cache that is reset",
     "audit-failed": "take back what was declared about the operation; report it if nothing was",
+    "inductor-failed": "nothing to do: plain kernels are recorded; the log has the error",
+    "inductor-unsuitable": "nothing to do: plain kernels are recorded",
+    "inductor-time": "raise inductor_seconds, or record ahead with tgb.capture",
+    "inductor-unavailable": "install a C++ compiler (CPU) or Triton (CUDA), or set inductor='off'",
     "normalise-failed": "change what the text names; report an unexpected error with its traceback",
     "nothing-to-capture": "see the reasons of its operations in tgb.explain",
     "metadata-mutation": "write x = x.squeeze(0) for x.squeeze_(0)",
@@ -133,6 +142,10 @@ SOFT: frozenset[str] = frozenset(
         "recording-cap",
         "disabled",
         "not-recorded",
+        "inductor-failed",
+        "inductor-unsuitable",
+        "inductor-time",
+        "inductor-unavailable",
     }
 )
 

@@ -7,6 +7,8 @@ import from a private torch module; a new torch version is checked by reading th
 from __future__ import annotations
 
 import contextlib
+import os
+import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from inspect import getclosurevars
 from types import CodeType
@@ -20,7 +22,7 @@ from torch._guards import CompileContext, TracingContext
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 from torch.fx.node import map_aggregate
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._sympy.functions import FloorDiv
@@ -34,6 +36,7 @@ __all__ = [
     "OpOverload",
     "OpOverloadPacket",
     "PythonPrinter",
+    "ShapeEnv",
     "StorageWeakRef",
     "TracingContext",
     "all_operations",
@@ -43,6 +46,8 @@ __all__ = [
     "cache_entries",
     "clear_cublas_workspaces",
     "compile_id",
+    "compile_with_inductor",
+    "cpp_compiler_error",
     "cuda_alias",
     "cuda_bytes",
     "data_ptrs_equal",
@@ -66,8 +71,11 @@ __all__ = [
     "set_grad_enabled",
     "size_hint",
     "storage_uses",
+    "symbolic_sizes",
     "takes_ambient_device",
+    "triton_error",
     "unset_fake_temporarily",
+    "without_autocast",
 ]
 
 #: What Dynamo emits for ``with torch.autocast(...)`` and ``with torch.no_grad()`` inside a graph.
@@ -276,3 +284,61 @@ def skipped_frames() -> int:
     from torch._dynamo.utils import counters
 
     return int(counters["frames"]["total"] - counters["frames"]["ok"])
+
+
+def symbolic_sizes(values: Sequence[int]) -> tuple[FakeTensorMode, list[torch.SymInt]]:
+    """A fake mode of its own, with a dynamic size for each of ``values`` (2 or more each: 0 and 1 are constants)."""
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+    mode = FakeTensorMode(shape_env=ShapeEnv(duck_shape=False))
+    example = torch.empty(tuple(values), device="meta")
+    dynamic: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * len(values))
+    sizes: Any = mode.from_tensor(example, symbolic_context=dynamic).shape
+    return mode, list(sizes)
+
+
+def compile_with_inductor(
+    gm: torch.fx.GraphModule, inputs: Sequence[Any], mode: FakeTensorMode, patches: dict[str, Any]
+) -> Callable[..., Sequence[torch.Tensor]]:
+    """Inductor's code for ``gm`` at the layouts of ``inputs``: fake tensors (and sizes) of ``mode``. ``patches`` of
+    Inductor's config that this version does not have are left out.
+
+    ``from_tracing_context`` is the one kind of ``dynamic_shapes`` that takes fake inputs in 2.11 as well, also where a
+    graph returns nothing (2.13 could be given the mode).
+    """
+    from torch._guards import tracing
+    from torch._inductor import config, standalone_compile
+
+    known = {name: value for name, value in patches.items() if name in config._config}  # type: ignore[attr-defined]
+    with tracing(TracingContext(mode)):
+        made = standalone_compile(
+            gm,
+            list(inputs),
+            dynamic_shapes="from_tracing_context",
+            options={"config_patches": known},
+        )
+    return made
+
+
+def cpp_compiler_error() -> str:
+    """What Inductor lacks to compile for the CPU; empty if nothing."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        get_cpp_compiler()
+    except Exception as error:
+        return str(error) or "no C++ compiler works"
+    header = os.path.join(sysconfig.get_paths()["include"], "Python.h")
+    return "" if os.path.exists(header) else f"there is no {os.path.basename(header)}: Python's headers are missing"
+
+
+def triton_error() -> str:
+    """What Inductor lacks to compile for a GPU; empty if nothing."""
+    from torch.utils._triton import has_triton
+
+    return "" if has_triton() else "Triton does not work here"
+
+
+def without_autocast() -> Any:
+    """Around code in which autocast has been applied already."""
+    return torch._C._DisableAutocast()

@@ -10,6 +10,7 @@ import torch
 import torch._dynamo
 
 import torch_graph_backend as tgb
+from torch_graph_backend import config
 
 torch.set_num_threads(1)  # the models are tiny; more threads only compete with other test processes
 
@@ -28,6 +29,17 @@ def clean_slate() -> Iterator[None]:
     tgb.reset()
     registered.clear()
     registered.update(before)
+
+
+@pytest.fixture(autouse=True)
+def plain_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No key counts as small unless a test (or its module) is marked ``inductor`` or passes the option.
+
+    The sizes of these tests are small, so with the users' default nearly every one would wait for a C++ compiler, and
+    could not compare bit for bit with eager. That default (32) is tested in ``test_inductor.py``.
+    """
+    if request.node.get_closest_marker("inductor") is None:
+        monkeypatch.setattr(config, "DEFAULT_INDUCTOR_MAX_SIZE", 0)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -172,6 +172,22 @@ def test_a_right_declaration_passes(device: str, option: Any, audits: int) -> No
     assert stats.expect(audits=audits, eager=0)
 
 
+@pytest.mark.parametrize("op", [scaled, centred], ids=["right", "wrong"])
+def test_segments_of_inductor_are_audited_too(device: str, op: Any) -> None:
+    """Its rounding is no leak, and a leak in what it compiled is found."""
+    tgb.declare_row_local(op)
+    net, other = pair(op, device)
+    fast = torch.compile(net, backend="bcg", options={"buckets": [8], "audit": "every:1", "inductor_max_size": 8})
+    for n in (5, 7, 6, 5, 7):
+        check(fast, net, other, tokens(n, device))
+    stats = tgb.stats(net)
+    assert len(stats.audit_failures) == (op is centred), stats
+    assert stats.audits >= 3
+    reasons = {r.code for graph in stats.by_graph for k in graph.keys.values() for r in k.plain}
+    if "inductor-unavailable" not in reasons:
+        assert any(k.compiled for graph in stats.by_graph for k in graph.keys.values()), stats
+
+
 def test_what_nobody_declared_is_not_audited_unless_asked(device: str) -> None:
     for option, audits in ((None, 0), ("capture", 2)):
         torch._dynamo.reset()

@@ -22,6 +22,7 @@ import pytest
 from torch_graph_backend import errors
 from torch_graph_backend.config import Config
 from torch_graph_backend.passes.reasons import CODES, SOFT
+from torch_graph_backend.passes.torch_api import cpp_compiler_error
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -32,6 +33,7 @@ SCRIPTS = {
     "docs/break-ops.md": "break_ops_page.py",
     "docs/explain.md": "explain_page.py",
     "docs/getting-started.md": "getting_started.py",
+    "docs/inductor.md": "inductor_page.py",
     "docs/padding.md": "padding_page.py",
     "docs/repair.md": "repair_page.py",
     "docs/slots.md": "slots_page.py",
@@ -41,10 +43,16 @@ SHOWN_WITH = {"torch": "2.13.", "transformers": "5.24."}
 
 _BLOCK = re.compile(r"(?:<!-- (?P<mark>[^\n]*?) -->\n)?```(?P<language>\w*)\n(?P<body>.*?)^```$", re.M | re.S)
 
+#: Pages that run with the users' default of ``inductor_max_size``. The others would only wait for a C++ compiler.
+COMPILES = {"README.md", "docs/inductor.md"}
+
 RUNNER = """
 import json, sys
 from pathlib import Path
 path, spans, mark = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
+if sys.argv[4] == "plain":
+    from torch_graph_backend import config
+    config.DEFAULT_INDUCTOR_MAX_SIZE = 0
 lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
 scope = {"__name__": "__main__", "__file__": path}
 for first, last in spans:  # leading newlines keep the line numbers of the whole script
@@ -74,8 +82,8 @@ def blocks(text: str) -> list[Block]:
     return found
 
 
-def run(code: list[str], script: Path) -> list[str]:
-    """What each block prints, when all of them run one after the other."""
+def run(code: list[str], script: Path, kernels: str = "plain") -> list[str]:
+    """What each block prints, when all of them run one after the other; ``kernels``: "plain" or "compiled"."""
     spans, at, text = [], 0, ""
     for block in code:
         text += ("\n\n" if text else "") + block
@@ -85,9 +93,9 @@ def run(code: list[str], script: Path) -> list[str]:
     script.write_text(text, encoding="utf-8")
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     environment.pop("TORCH_LOGS", None)
-    command = [sys.executable, "-c", RUNNER, script.name, json.dumps(spans), MARK]
+    command = [sys.executable, "-c", RUNNER, script.name, json.dumps(spans), MARK, kernels]
     done = subprocess.run(
-        command, cwd=script.parent, env=environment, capture_output=True, text=True, check=False, timeout=240
+        command, cwd=script.parent, env=environment, capture_output=True, text=True, check=False, timeout=600
     )
     assert done.returncode == 0, f"{script.name} fails\n{done.stdout}\n{done.stderr}"
     return done.stdout.split(MARK + "\n")[:-1]
@@ -95,7 +103,7 @@ def run(code: list[str], script: Path) -> list[str]:
 
 def stable(output: str) -> str:
     """Output without what differs from run to run: seconds, bytes, and line numbers of other packages."""
-    output = re.sub(r"\b(normalise|plan|record|audit) \d+\.\d\d", r"\1 N", output)
+    output = re.sub(r"\b(normalise|plan|record|audit|inductor) \d+\.\d\d", r"\1 N", output)
     output = re.sub(r"\bmemory of keys: \d+\.\d\d MiB", "memory of keys: N MiB", output)
     return re.sub(r"\b(modeling_\w+\.py):\d+", r"\1:N", output).strip()
 
@@ -110,7 +118,10 @@ def test_code_runs_and_prints_what_the_page_shows(page: str, tmp_path: Path) -> 
     comparable = all(metadata.version(name).startswith(SHOWN_WITH[name]) for name in packages)
     shown = blocks((ROOT / page).read_text(encoding="utf-8"))
     assert shown
-    printed = run([b.code for b in shown], tmp_path / SCRIPTS[page])
+    if page in COMPILES and (lacks := cpp_compiler_error()):
+        pytest.skip(lacks)
+    kernels = "compiled" if page in COMPILES else "plain"
+    printed = run([b.code for b in shown], tmp_path / SCRIPTS[page], kernels)
     assert len(printed) == len(shown)
     for block, output in zip(shown, printed, strict=True):
         if block.output is None:
@@ -136,6 +147,7 @@ def rows(text: str, heading: str) -> Iterator[list[str]]:
         yield [cell.strip() for cell in line.strip("|").split("|")]
 
 
+@pytest.mark.inductor
 def test_options_in_the_readme_are_those_of_config() -> None:
     """Names and defaults; ``Config.parse`` is asked, so that a field that is no option does not count."""
     table = {

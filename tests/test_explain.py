@@ -54,7 +54,7 @@ def check_counts(stats: tgb.Stats) -> None:
     assert sum(c.replays for c in keys) == stats.replays
     assert sum(c.first_calls for c in keys) == stats.first_calls
     assert 0 <= stats.padding_waste < 1
-    assert set(stats.seconds) == {"normalise", "plan", "record"}
+    assert set(stats.seconds) == {"normalise", "plan", "record", "audit", "inductor"}
     assert f"{stats.calls} calls" in str(stats)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
 from torch_graph_backend.passes.capturable import name_of
-from torch_graph_backend.passes.flops import FlopCounter
+from torch_graph_backend.passes.flops import FlopCounter, rows_of
 
 W = torch.randn(4, 6)
 
@@ -113,3 +113,26 @@ def test_equal_nodes_are_counted_once() -> None:
     nodes = take_one(layers, rows(5, 4)).calls("aten.linear")
     assert [counter.count(n) for n in nodes] == [160] * 10
     assert len(counter.known) == 1
+
+
+def contraction_rows(function: Callable[..., Any], *args: Any) -> list[int]:
+    """Rows of every operation that is a contraction."""
+    found = [rows_of(node, lambda n: int(n)) for node in take_one(function, *args).calls()]
+    return [n for n in found if n]
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "wanted"),
+    [
+        (lambda x: F.linear(x, W.T), (torch.randn(5, 3, 4),), [15]),
+        (lambda x: x @ W, (torch.randn(5, 4),), [5]),
+        (lambda x: torch.bmm(x, x.mT), (torch.randn(7, 5, 4),), [5]),
+        (lambda x: x @ x.mT, (torch.randn(2, 7, 5, 4),), [5]),
+        (lambda x: x.relu() + 1, (torch.randn(5, 4),), []),
+        (lambda x: F.conv2d(x, torch.ones(8, 3, 2, 2)), (torch.randn(2, 3, 5, 6),), [2 * 4 * 5]),
+    ],
+    ids=["linear", "matmul with a weight", "bmm", "batched matmul", "no contraction", "convolution"],
+)
+def test_rows_of_a_contraction(function: Callable[..., Any], args: tuple[Any, ...], wanted: list[int]) -> None:
+    """Batched products (attention) count the rows of one matrix."""
+    assert contraction_rows(function, *args) == wanted

@@ -410,7 +410,8 @@ NODE_CODES = {
 
 def test_every_call_and_graph_code_has_a_case() -> None:
     """``not-recorded`` and ``unknown`` are answers of ``would_replay``: no call is refused with them."""
-    assert set(CODES) - NODE_CODES - {"not-recorded", "unknown"} <= SEEN
+    kernels = {code for code in CODES if code.startswith("inductor-")}  # of segments that are captured all the same
+    assert set(CODES) - NODE_CODES - kernels - {"not-recorded", "unknown"} <= SEEN
 
 
 def test_every_code_says_what_would_change_it() -> None:

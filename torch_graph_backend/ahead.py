@@ -130,6 +130,7 @@ def _entry(
 def _record(graph: CompiledGraph, entry: Entry, args: list[Any]) -> Reason | None:
     if entry.recorded:
         return None
+    graph.prepare(entry, args)
     with saved([args[i] for i in entry.plan.mutated]):
         entry.warm_up(args)
     return graph.record(entry, args) or entry.uncaptured

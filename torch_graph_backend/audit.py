@@ -129,6 +129,8 @@ class Audit:
                 return how
         if jumping:
             return ""
+        if trial.step.index in self.entry.compiled:
+            base = trial.plain()  # how far Inductor's rounding is from that of plain kernels is no matter of padding
         real = trial.attempt(REAL_SIZE)
         return "" if all(close(a, b, trial.scale) for a, b in zip(base, real, strict=True)) else REAL_SIZE
 

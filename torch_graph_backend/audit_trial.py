@@ -137,6 +137,13 @@ class Trial:
             self.spoil(how)
         return self.observe(self.run())
 
+    def plain(self) -> Observed:
+        """What the plan's own operations leave, at the bucket's size."""
+        self.restore()
+        with self.entry.recorder.capture_session(self.entry.writes_inference(self.args), pool=False):
+            made = self.entry.program.steps[self.step.index](*self.entry.size_args, *self.inputs)
+        return self.observe(made)
+
     # -- what is seen ------------------------------------------------------------------------------------------------
 
     def observe(self, made: Sequence[Any]) -> Observed:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from torch_graph_backend import registry
-from torch_graph_backend.explain import Explanation
+from torch_graph_backend.explain import PLAIN, Explanation
 from torch_graph_backend.explanation import graph_part, lines_of
 from torch_graph_backend.passes.source_lines import line_of
 from torch_graph_backend.passes.torch_api import break_behind, skipped_frames
@@ -141,7 +141,7 @@ def check(
     known = {id(g) for g in registry.all_graphs()}
     skipped = skipped_frames()
     wrapped = registry.wraps_bcg(function)
-    compiled = function if wrapped else torch.compile(function, backend="bcg", options=dict(options or {}) or None)
+    compiled = function if wrapped else torch.compile(function, backend="bcg", options={**PLAIN, **(options or {})})
     with torch.no_grad():
         for args, kwargs in calls:
             compiled(*args, **kwargs)

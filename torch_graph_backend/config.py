@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch_graph_backend.buckets import Ladder, decode_ladder, default_ladder, exact_ladder, prefill_ladder
@@ -21,6 +21,7 @@ from torch_graph_backend.option_checks import (
     buckets_option,
     choice,
     flag,
+    natural,
     optional,
     phase_backend_option,
     positive,
@@ -34,6 +35,10 @@ from torch_graph_backend.policies import GraphSlot, parse_slots
 #: Largest size of a phase's ladder when neither ``max_bs`` nor ``bs`` is given: decode in requests, prefill in tokens.
 #: Either ladder (36 and 50 sizes) fits the default of ``max_recordings``.
 DEFAULT_MAX_BS = {"decode": 256, "prefill": 4096}
+
+#: Largest size of a key whose segments Inductor compiles, unless the option says otherwise. The one place: tests that
+#: are not about Inductor set it to 0 (tests/conftest.py).
+DEFAULT_INDUCTOR_MAX_SIZE = 32
 
 #: Options that ``torch.compile`` takes out of ``options`` itself.
 _TORCH_OPTIONS = frozenset({"guard_filter_fn", "use_aoti"})
@@ -184,6 +189,14 @@ class Config:
       rows may write there. As ``declare_trash_row``, for one compile.
     * ``slots`` (dict of argument names to dicts or ``GraphSlot``, or list of ``GraphSlot``; default {}): declared
       padding policies and sources of static input buffers, see ``torch_graph_backend.policies.GraphSlot``.
+    * ``inductor_max_size`` (int >= 0; default 32): segments of keys of at most this size are compiled by Inductor
+      (``max-autotune-no-cudagraphs``) at the bucket's sizes, before the key's first call, and recorded like any other.
+      The size of a key is the product of its bucketed sizes (unit: rows); in a graph without any, the most rows that a
+      matrix product of a segment takes. 0: no key is small.
+    * ``inductor`` ("small" | "all" | "off"; default "small"): "all" has the segments of larger keys compiled too, once
+      for all buckets of a structure; "off" compiles nothing.
+    * ``inductor_seconds`` (int >= 0; default 120): once a graph's compiles took so many seconds, further segments keep
+      plain kernels; so does a segment whose compile would, by its number of kernels, take longer than what is left.
     * ``progress`` (bool; default False): show a progress bar while a key is recorded (a line without a terminal).
 
     ``guard_filter_fn`` and ``use_aoti`` belong to ``torch.compile`` and are ignored.
@@ -204,6 +217,9 @@ class Config:
     strict: bool | str = False
     outputs: str = "safe"
     record: str = "second"
+    inductor_max_size: int = field(default_factory=lambda: DEFAULT_INDUCTOR_MAX_SIZE)
+    inductor: str = "small"
+    inductor_seconds: int = 120
     progress: bool = False
     verify_memory: bool = False
     audit: str | None = None
@@ -232,7 +248,8 @@ class Config:
 
         Everything but callables in ``break_ops`` can be written as JSON.
         """
-        changed = {name: getattr(self, name) for name in _CHECKS if getattr(self, name) != getattr(_DEFAULT, name)}
+        default = Config()
+        changed = {name: getattr(self, name) for name in _CHECKS if getattr(self, name) != getattr(default, name)}
         for phase in _PHASE_CHECKS.keys() & changed.keys():
             changed[phase] = changed[phase].to_dict(phase)
         for name in {"buckets", "break_ops"} & changed.keys():
@@ -312,10 +329,12 @@ _CHECKS: dict[str, Check] = {
     "strict": strict_option,
     "outputs": choice("safe", "view"),
     "record": choice("second", "never"),
+    "inductor_max_size": natural,
+    "inductor": choice("small", "all", "off"),
+    "inductor_seconds": natural,
     "progress": flag,
     "verify_memory": flag,
     "audit": audit_option,
     "trash_rows": trash_rows_option,
     "slots": parse_slots,
 }
-_DEFAULT = Config()

@@ -8,6 +8,7 @@ aliases that keep no memory. Arguments are read in place and compared by address
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -21,13 +22,14 @@ from torch_graph_backend.codegen import Program
 from torch_graph_backend.demotion import Demoted, demote
 from torch_graph_backend.device_state import DeviceState
 from torch_graph_backend.frames import FirstFrame, Frame, PartialFrame
+from torch_graph_backend.inductor_segment import CompiledSegment
 from torch_graph_backend.instances import Instance
 from torch_graph_backend.passes.normalize import NormalGraph
 from torch_graph_backend.passes.reasons import Reason
 from torch_graph_backend.passes.torch_api import StorageWeakRef, data_ptrs_equal
 from torch_graph_backend.plan import CapturedSegment, Cut, Plan, Ref
 from torch_graph_backend.progress import shown
-from torch_graph_backend.recorders.base import Recording
+from torch_graph_backend.recorders.base import Recording, Segment
 from torch_graph_backend.shape_key import ShapeKey
 from torch_graph_backend.slots import Sizes, Window, buffer_strides
 from torch_graph_backend.verify import CheckedFrame
@@ -42,8 +44,9 @@ class Entry:
 
     ``ran_on`` holds the threads that made a first call: a thread records only after a first run of its own, which
     makes what libraries keep per thread (cuBLAS handles) and cannot make inside a recording. ``demoted`` segments could
-    not be recorded and run as Python at every call. ``audited``: whether a replay was, and which sizes were padded then
-    (``audit``). ``nbytes``: memory that had to be allocated for this key.
+    not be recorded and run as Python at every call. ``compiled`` segments run Inductor's code; ``plain`` says why
+    others of a small key do not; ``prepared``: both are decided. ``audited``: whether a replay was, and which sizes
+    were padded then (``audit``). ``nbytes``: memory that had to be allocated for this key.
     """
 
     def __init__(
@@ -102,6 +105,9 @@ class Entry:
         self.recordings: dict[int, Recording] = {}
         self.recorded = False
         self.demoted: dict[int, Demoted] = {}
+        self.compiled: dict[int, CompiledSegment] = {}
+        self.plain: dict[int, Reason] = {}
+        self.prepared = False
         self.static: dict[str, Any] = {}
         self.held: dict[str, Any] = {}
         self.pins: tuple[list[int], list[int]] = ([], [])
@@ -134,7 +140,12 @@ class Entry:
     ) -> tuple[Any, ...]:
         """Run a segment's Python at the bucket's size; ``pool``: no other segment of this call is replayed."""
         with self.recorder.capture_session(self.writes_inference(args), pool):
-            return self.program.steps[step.index](*self.size_args, *self.inputs(step, args, values))
+            return tuple(self.body(step)(*self.inputs(step, args, values)))
+
+    def body(self, step: CapturedSegment) -> Segment:
+        """What computes a segment from its inputs: Inductor's code, or the plan's own operations."""
+        found = self.compiled.get(step.index)
+        return found if found is not None else functools.partial(self.program.steps[step.index], *self.size_args)
 
     def writes_inference(self, args: Sequence[Any]) -> bool:
         """Whether a segment changes a tensor made under inference mode: only inference mode may do that."""
@@ -204,9 +215,8 @@ class Entry:
     def _record_one(
         self, step: CapturedSegment, inputs: list[Any], weak: list[torch.Tensor], errors: list[Exception]
     ) -> Sequence[Any]:
-        fn, sizes = self.program.steps[step.index], self.size_args
         try:
-            made = self.recorder.capture_one(lambda *t: fn(*sizes, *t), inputs, weak)
+            made = self._captured(step, inputs, weak)
         except (torch.OutOfMemoryError, MemoryError):
             raise  # memory is not the segment's fault
         except Exception as error:
@@ -216,6 +226,19 @@ class Entry:
         # Its outputs would keep their memory: the aliases below are enough.
         self.recordings[step.index] = replace(made, outputs=())
         return made.outputs
+
+    def _captured(self, step: CapturedSegment, inputs: list[Any], weak: list[torch.Tensor]) -> Recording:
+        """Record a segment; one whose compiled code cannot be recorded goes back to plain kernels."""
+        try:
+            return self.recorder.capture_one(self.body(step), inputs, weak)
+        except (torch.OutOfMemoryError, MemoryError):
+            raise
+        except Exception as error:
+            if self.compiled.pop(step.index, None) is None:
+                raise
+            text = f"the compiled code of segment {step.index} could not be recorded: {error}"
+            self.plain[step.index] = Reason("inductor-failed", text)
+            return self.recorder.capture_one(self.body(step), inputs, weak)
 
     def _let_go(self, values: dict[str, Any], index: int) -> None:
         """Drop the values whose last reader comes before step ``index``."""

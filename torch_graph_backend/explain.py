@@ -18,6 +18,8 @@ from torch_graph_backend.plan import Plan
 from torch_graph_backend.plan_text import plan_text
 from torch_graph_backend.runner import CompiledGraph
 
+#: To see what is captured nothing has to be compiled.
+PLAIN: dict[str, Any] = {"inductor": "off"}
 #: Lines and causes of a line that the text shows; the dict has all.
 _LINES_SHOWN, _CAUSES_SHOWN = 12, 4
 
@@ -56,7 +58,7 @@ class Explanation(str):
         are in no sum), ``share`` of each that is captured (None of nothing); ``lines``: per user line ``where``,
         ``file``, ``line``, ``function``, ``source``, cost and ``causes`` (``code``, ``text``, ``fix``, ``soft``,
         ``ops``, cost, ``graphs``); ``graphs``: ``name``, ``device``, ``reason``, cost, ``segments``, ``breaks``,
-        ``sizes``, ``steps``, ``eager_calls``.
+        ``sizes``, ``steps``, ``inductor``, ``eager_calls``.
         """
         captured, total = self.captured, self.total
         return {
@@ -95,7 +97,7 @@ def _made_by_calling(model: Callable[..., Any], args: tuple[Any, ...], kwargs: d
     known = {id(g) for g in registry.all_graphs()}
     wrapped = registry.wraps_bcg(model)
     with torch.no_grad():
-        (model if wrapped else torch.compile(registry.unwrap(model), backend="bcg"))(*args, **kwargs)
+        (model if wrapped else torch.compile(registry.unwrap(model), backend="bcg", options=PLAIN))(*args, **kwargs)
     return [g for g in registry.all_graphs() if id(g) not in known]
 
 
@@ -142,6 +144,7 @@ def _graph_text(graph: GraphPart) -> str:
             text += f"\n  FLOPs{' at ' + at + more if at else ''}: {_of(captured, graph.cost.flops, 'in segments')}"
             if graph.cost.unknown:
                 text += f"; {_count(graph.cost.unknown, 'kernel')} of unknown FLOPs"
+    text += "".join(f"\n  {line}" for line in graph.inductor)
     for n, reason in graph.calls if graph.reason is None else ():
         text += f"\n  eager calls so far: {n} x {reason}"
     return text

@@ -18,6 +18,7 @@ from torch_graph_backend.passes.reasons import Reason
 from torch_graph_backend.passes.torch_api import size_hint
 from torch_graph_backend.plan import CapturedSegment, OpLine, Plan, Step
 from torch_graph_backend.runner import CompiledGraph
+from torch_graph_backend.stats import inductor_lines
 
 _WHERE = re.compile(r"(?P<file>[^:()]+):(?P<line>\d+)(?: in (?P<function>[^:]+))?(?:: (?P<source>.*))?")
 _NAMED = re.compile(r"(?P<function>[^()]+) \((?P<file>[^:()]+):(?P<line>\d+)\)")
@@ -114,6 +115,8 @@ class GraphPart:
     calls: tuple[tuple[int, Reason], ...]
     nodes: int = 0
     """Operations of the Dynamo graph, if there is no plan."""
+    inductor: tuple[str, ...] = ()
+    """What Inductor compiled of the keys so far, and why not the rest."""
 
     @property
     def cost(self) -> Cost:
@@ -144,6 +147,7 @@ class GraphPart:
                 for s in (plan.symbols if plan is not None else ())
             ],
             "steps": [s.to_dict() for s in self.steps],
+            "inductor": list(self.inductor),
             "eager_calls": [{"count": n, **_reason_dict(r)} for n, r in self.calls],
         }
 
@@ -185,7 +189,8 @@ def graph_part(index: int, graph: CompiledGraph) -> GraphPart:
         return GraphPart(index, graph.name, None, graph.reason, (), (), calls, nodes)
     costs = _Costs(graph)
     steps = tuple(StepCost(s, Cost.total(map(costs.of, s.ops))) for s in plan.steps)
-    return GraphPart(index, graph.name, plan, graph.reason, steps, tuple(_sizes(graph)), calls)
+    told = tuple(inductor_lines(ledger.keys))
+    return GraphPart(index, graph.name, plan, graph.reason, steps, tuple(_sizes(graph)), calls, inductor=told)
 
 
 def _sizes(graph: CompiledGraph) -> Iterable[tuple[str, int | None]]:

@@ -22,7 +22,8 @@ _serials = itertools.count()
 class KeyCount:
     """What happened on one key: first calls (one, plus one per re-record), replays, seconds spent recording, bytes that
     had to be allocated for it, why segments of its last recording run uncaptured, and its share of the ledger's
-    ``rows_real`` and ``rows_computed``."""
+    ``rows_real`` and ``rows_computed``. ``compiled`` segments run Inductor's code, for which ``compiles`` were made in
+    ``compile_seconds`` (the others were there); ``plain``: why others of this key run plain kernels."""
 
     first_calls: int = 0
     replays: int = 0
@@ -31,6 +32,10 @@ class KeyCount:
     demoted: tuple[Reason, ...] = ()
     rows_real: int = 0
     rows_computed: int = 0
+    compiled: int = 0
+    compiles: int = 0
+    compile_seconds: float = 0.0
+    plain: tuple[Reason, ...] = ()
 
 
 @dataclass
@@ -95,3 +100,18 @@ class Ledger:
         entry.record_seconds += seconds
         entry.nbytes = nbytes
         entry.demoted = tuple(demoted)
+
+    def count_compiles(
+        self, key: ShapeKey, compiled: int, made: int, seconds: float, plain: Sequence[Reason] = ()
+    ) -> None:
+        """Inductor's part of a key was decided: ``made`` compiles in ``seconds``."""
+        entry = self.keys.setdefault(key, KeyCount())
+        entry.compiles += made
+        entry.compile_seconds += seconds
+        self.count_plain(key, plain, compiled)
+
+    def count_plain(self, key: ShapeKey, plain: Sequence[Reason], compiled: int) -> None:
+        """How many segments of a key run Inductor's code, and why others that might do not."""
+        if plain or compiled:
+            entry = self.keys.setdefault(key, KeyCount())
+            entry.compiled, entry.plain = compiled, tuple(plain)

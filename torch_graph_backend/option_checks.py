@@ -29,6 +29,13 @@ def positive(name: str, value: Any) -> int:
     return value
 
 
+def natural(name: str, value: Any) -> int:
+    """An int >= 0."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise BadOption(name, value, "an int >= 0")
+    return value
+
+
 def flag(name: str, value: Any) -> bool:
     """A bool and nothing that merely behaves like one."""
     if not isinstance(value, bool):

@@ -26,6 +26,7 @@ from torch_graph_backend.config import Config
 from torch_graph_backend.device_state import DeviceState
 from torch_graph_backend.entry import Entry
 from torch_graph_backend.errors import StrictModeError
+from torch_graph_backend.inductor import Compiles, prepare
 from torch_graph_backend.instances import MAX_MOVES, Instance, Instances
 from torch_graph_backend.ledger import Ledger, log
 from torch_graph_backend.passes.normalize import NormalGraph
@@ -63,6 +64,7 @@ class CompiledGraph:
         self.given: list[weakref.ref[torch.Tensor]] = []
         self.closed = False
         self.registry = BufferRegistry()
+        self.compiles = Compiles()
 
     @property
     def ir(self) -> NormalGraph | None:
@@ -306,8 +308,10 @@ class CompiledGraph:
         return real, computed
 
     def ready(self, entry: Entry, args: Sequence[Any]) -> Reason | None:
-        """Record a key on its second call; a reason if there was no memory for it (nothing has run then)."""
+        """Compile a key's segments before its first call and record it on its second; a reason if there was no memory
+        for it (nothing has run then)."""
         reason = None
+        self.prepare(entry, args)
         if not entry.recorded and entry.uncaptured is None and threading.get_ident() in entry.ran_on:
             reason = self.record(entry, args)
         if self.config.strict:
@@ -315,6 +319,10 @@ class CompiledGraph:
             if failed is not None:
                 self.refuse_if_strict(failed)
         return reason
+
+    def prepare(self, entry: Entry, args: Sequence[Any]) -> None:
+        """Have Inductor compile what the options want compiled of this key, once."""
+        prepare(self, entry, args)
 
     def record(self, entry: Entry, args: Sequence[Any]) -> Reason | None:
         """Record a key. A segment that fails is demoted; if all fail, the key runs uncaptured from then on (C7)."""
@@ -331,6 +339,7 @@ class CompiledGraph:
         for demoted in entry.demoted.values():
             log.warning("%s: a segment runs uncaptured: %s", self.name, demoted.reason)
         demotions = [d.reason for d in entry.demoted.values()]
+        self.ledger.count_plain(entry.key, list(entry.plain.values()), len(entry.compiled))
         self.ledger.count_recording(entry.key, time.perf_counter() - start, entry.nbytes, demotions)
         return None
 
@@ -366,4 +375,5 @@ class CompiledGraph:
         self.closed = True
         with self.lock:
             self.entries.clear()
+            self.compiles = Compiles()
             self.reason = self.reason or Reason("disabled", "the graph was closed")

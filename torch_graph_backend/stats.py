@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch_graph_backend.passes.reasons import Reason
 from torch_graph_backend.runner import CompiledGraph
 from torch_graph_backend.shape_key import ShapeKey
 
-_SECONDS = ("normalise", "plan", "record", "audit")
+_SECONDS = ("normalise", "plan", "record", "audit", "inductor")
 #: What ``expect`` takes, alone or after ``min_`` and ``max_``.
 _COUNTS = (
     "graphs",
@@ -34,7 +34,15 @@ _COUNTS = (
     "audits",
 )
 #: What a difference subtracts of a key; its memory and its demoted segments are as they are now.
-_KEY_FIELDS = ("first_calls", "replays", "record_seconds", "rows_real", "rows_computed")
+_KEY_FIELDS = (
+    "first_calls",
+    "replays",
+    "record_seconds",
+    "rows_real",
+    "rows_computed",
+    "compiles",
+    "compile_seconds",
+)
 
 
 @dataclass(frozen=True)
@@ -65,6 +73,7 @@ class GraphStats:
         seconds = {**dict.fromkeys(_SECONDS, 0.0), **graph.seconds}
         seconds["audit"] += ledger.audit_seconds
         seconds["record"] += sum(c.record_seconds for c in keys.values())
+        seconds["inductor"] += sum(c.compile_seconds for c in keys.values())
         return GraphStats(
             ledger.serial,
             graph.name,
@@ -127,6 +136,12 @@ class GraphStats:
                     "record_seconds": c.record_seconds,
                     "nbytes": c.nbytes,
                     "demoted": [str(reason) for reason in c.demoted],
+                    "inductor": {
+                        "segments": c.compiled,
+                        "compiles": c.compiles,
+                        "seconds": c.compile_seconds,
+                        "plain": [str(reason) for reason in c.plain],
+                    },
                 }
                 for k, c in sorted(self.keys.items(), key=lambda i: str(i[0]))
             },
@@ -138,9 +153,9 @@ class Stats:
     """Counts over all graphs of a model. ``calls`` counts calls of compiled graphs (a model with graph breaks makes
     several a step); ``calls == replays + first_calls + sum(eager.values())``. ``padding_waste`` is the share of
     computed rows that were padding, 0.0 to 1.0. ``fill_launches``: operations that filled slots. ``seconds``:
-    normalise, plan, record, audit. ``audits``: audited calls; ``audit_failures``: what failed, and runs eagerly since.
-    ``nbytes``: memory that had to be allocated for the keys there are now, buffers and recordings; graphs of a device
-    share it.
+    normalise, plan, record, audit, inductor. ``audits``: audited calls; ``audit_failures``: what failed, and runs
+    eagerly since. ``nbytes``: memory that had to be allocated for the keys there are now, buffers and recordings;
+    graphs of a device share it.
 
     ``limits``: a sentence for each code object that has as many graphs as Dynamo makes of one (further ones run without
     a backend, and uncounted).
@@ -271,7 +286,9 @@ class Stats:
                 )
                 lines.append(f"  {name}: keys (first calls + replays) {counts}")
                 lines += [f"    key {k}: {reason}" for k, c in keys.items() for reason in c.demoted]
-        lines.append("  seconds: " + ", ".join(f"{k} {v:.2f}" for k, v in self.seconds.items() if v or k != "audit"))
+                lines += [f"    {text}" for text in inductor_lines(keys)]
+        used = [f"{k} {v:.2f}" for k, v in self.seconds.items() if v or k not in ("audit", "inductor")]
+        lines.append("  seconds: " + ", ".join(used))
         if self.nbytes:
             lines.append(f"  memory of keys: {self.nbytes / 2**20:.2f} MiB")
         return "\n".join(lines)
@@ -312,6 +329,21 @@ class measure:  # noqa: N801 (used as a function: ``with tgb.measure(model) as p
         if self._before is None:
             raise RuntimeError("measure() counts inside of a with statement")
         return stats(self.model) - self._before
+
+
+def inductor_lines(keys: Mapping[ShapeKey, KeyCount]) -> list[str]:
+    """What Inductor compiled of a graph, in one line, and why it did not compile the rest, a line for each reason."""
+    lines = []
+    found = {k: c for k, c in sorted(keys.items(), key=lambda i: str(i[0])) if c.compiled}
+    if found:
+        counts, made = ", ".join(f"{k}: {c.compiled}" for k, c in found.items()), sum(c.compiles for c in keys.values())
+        lines.append(f"Inductor: segments of keys {counts}; {made} compiles")
+    plain: dict[Reason, list[str]] = {}
+    for key, count in keys.items():
+        for reason in count.plain:
+            plain.setdefault(reason, []).append(str(key))
+    lines += [f"plain kernels, key {', '.join(dict.fromkeys(at))}: {reason}" for reason, at in plain.items()]
+    return lines
 
 
 def _waste(real: int, computed: int) -> float:

@@ -42,6 +42,8 @@ from torch import Tensor, nn
 import torch_graph_backend as tgb
 
 PARITY_BOUND, ERROR_BOUND = 1e-5, 1.5
+#: Plain kernels, whose answers are compared bit for bit; Inductor's are in ``cuda_inductor.py``.
+PLAIN = {"inductor": "off"}
 #: 42 buckets up to 512.
 BUCKETS = (2, 4, *range(8, 129, 8), *range(144, 513, 16))
 #: (batch, length): 20 pairs, up and down.
@@ -186,7 +188,7 @@ def record_ahead(s: Setting, fast: Callable[[Tensor], Any]) -> None:
 
 
 def bcg(s: Setting, model: nn.Module) -> Callable[[Tensor], Any]:
-    return torch.compile(model, backend="bcg", options={"buckets": list(s.buckets)})
+    return torch.compile(model, backend="bcg", options={"buckets": list(s.buckets), **PLAIN})
 
 
 def time_calls(s: Setting, fast: Callable[[Tensor], Any], passes: int, ahead: bool = False) -> dict[str, Any]:
@@ -376,7 +378,7 @@ def share(got: list[list[int]], want: list[list[int]]) -> float:
 def generate_row(s: Setting, compiled: bool, kwargs: dict[str, Any]) -> dict[str, Any]:
     model = llama(s, torch.bfloat16)
     if compiled:
-        model.compile(backend="bcg")
+        model.compile(backend="bcg", options=PLAIN)
     prompts = [decode_ms(s, model, batch, length, **kwargs) for batch, length in s.prompts]
     return {"prompts": prompts, **(counts(model) if compiled else {})}
 
@@ -400,7 +402,7 @@ def cached_logits(s: Setting, model: Any, batch: int, length: int, static: bool,
 def compiled_llama(s: Setting, dtype: torch.dtype) -> tuple[Any, Any]:
     """The same weights twice: to run eagerly, and compiled."""
     plain, fast = llama(s, dtype), llama(s, dtype)
-    fast.compile(backend="bcg")
+    fast.compile(backend="bcg", options=PLAIN)
     return plain, fast
 
 

@@ -48,7 +48,7 @@ def steps(m: LlamaForCausalLM, batch: int, length: int, count: int, tokens: torc
 def parity(layers: int, hidden: int) -> dict[str, Any]:
     torch.backends.cuda.matmul.allow_tf32 = False
     plain, fast = model(layers, hidden, torch.float32), model(layers, hidden, torch.float32)
-    fast.compile(backend="bcg")
+    fast.compile(backend="bcg", options={"inductor": "off"})
     tokens = torch.randint(0, 32000, (8, 128), device="cuda")
     rows = []
     for batch, length in PAIRS + PAIRS:
@@ -86,7 +86,7 @@ def decode_ms(m: LlamaForCausalLM, batch: int, length: int, tokens: torch.Tensor
 
 def speed(layers: int, hidden: int) -> list[dict[str, Any]]:
     plain, fast = model(layers, hidden, torch.bfloat16), model(layers, hidden, torch.bfloat16)
-    fast.compile(backend="bcg")
+    fast.compile(backend="bcg", options={"inductor": "off"})
     tokens = torch.randint(0, 32000, (8, 512), device="cuda")
     rows = []
     for batch, length in [(1, 100), (4, 173), (3, 173)]:

@@ -19,6 +19,7 @@ import torch._dynamo
 from graph_harness import stable
 
 import torch_graph_backend as tgb
+from torch_graph_backend.explain import PLAIN
 
 from .case import Case
 
@@ -104,7 +105,7 @@ def run(case: Case) -> Found:
     torch._dynamo.reset()
     model = case.model()
     with case.around(), torch.no_grad(), torch._dynamo.config.patch(recompile_limit=64):
-        compiled = torch.compile(model, backend="bcg", options=dict(case.options))
+        compiled = torch.compile(model, backend="bcg", options={**PLAIN, **case.options})
         for call in case.arguments():
             compiled(*call)
         return Found.of(case, model)

@@ -21,6 +21,24 @@ from torch_graph_backend.passes.reasons import Reason
 Segment = Callable[..., Sequence[Any]]
 
 
+class OpaqueSegment(abc.ABC):
+    """A segment whose kernels do not pass the dispatcher (compiled code): a recorder that watches operations records
+    it as one call. ``compute`` runs the kernels: it changes inputs in place and returns new tensors, laid out as
+    ``layouts`` says (shape, stride, dtype), that share no memory with anything. ``assemble`` makes the segment's
+    outputs from the inputs and from such tensors, wherever they lie, without running a kernel."""
+
+    layouts: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
+
+    @abc.abstractmethod
+    def compute(self, inputs: Sequence[Any]) -> Sequence[torch.Tensor]: ...
+
+    @abc.abstractmethod
+    def assemble(self, inputs: Sequence[Any], made: Sequence[torch.Tensor]) -> tuple[Any, ...]: ...
+
+    def __call__(self, *inputs: Any) -> tuple[Any, ...]:
+        return self.assemble(inputs, self.compute(inputs))
+
+
 @dataclass(frozen=True, eq=False)
 class Recording:
     """One recorded segment: ``outputs`` are the static results (in pool memory), ``handle`` is the recorder's own.

@@ -13,9 +13,10 @@ those addresses and no Python of the segment. So what would corrupt a CUDA graph
 Two deliberate differences. (1) Memory outside the pool that a recording touches (slots, constants) is kept alive by the
 recording, where CUDA would keep nothing and read freed memory: stale here, never a crash; but for arguments that
 the caller of ``capture_one`` names as weak. (2) Free pool memory
-is poisoned (see ``host_pool``), so that an early drop is wrong every time. What breaks the imitation: code that
-works on tensor memory behind the dispatcher (``ctypes`` on ``data_ptr()``, Inductor's C++ kernels): it runs while
-recording, on poison, and not at replay.
+is poisoned (see ``host_pool``), so that an early drop is wrong every time. A segment that Inductor compiled
+(``OpaqueSegment``) is recorded as one call on frozen addresses. What breaks the imitation: other code that works on
+tensor memory behind the dispatcher (``ctypes`` on ``data_ptr()``): it runs while recording, on poison, and not at
+replay.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import torch
 
 from torch_graph_backend.errors import CaptureError, ReplayError
 from torch_graph_backend.passes.reasons import Reason
-from torch_graph_backend.recorders.base import CaptureBackend, Recording, Segment
+from torch_graph_backend.recorders.base import CaptureBackend, OpaqueSegment, Recording, Segment
 from torch_graph_backend.recorders.host_pool import HostPool
 from torch_graph_backend.recorders.host_tape import Log, NoHostReads, Tape, extent, unleased
 
@@ -131,8 +132,12 @@ class HostRecorder(CaptureBackend):
         poisoned = self._pool.begin()
         self._capturing = True
         try:
-            with self.capture_session(self._inference), NoHostReads(), tape:
-                results = segment(*args)
+            with self.capture_session(self._inference):
+                if isinstance(segment, OpaqueSegment):
+                    results: Sequence[Any] = tape.opaque(segment, args)
+                else:
+                    with NoHostReads(), tape:
+                        results = segment(*args)
             outputs = (results,) if isinstance(results, torch.Tensor) else tuple(results)
         except BaseException as error:
             _release_frames(error)

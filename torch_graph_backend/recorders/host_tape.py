@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_graph_backend.errors import CaptureError
+from torch_graph_backend.recorders.base import OpaqueSegment
 from torch_graph_backend.recorders.host_pool import Block, HostPool
 
 aten = torch.ops.aten
@@ -80,10 +81,24 @@ class Step:
             target.copy_(value)
 
 
+@dataclass(eq=False, slots=True)
+class OpaqueStep:
+    """A whole segment that the dispatcher does not see, on its frozen inputs, and where its results go."""
+
+    segment: OpaqueSegment
+    inputs: tuple[Any, ...]
+    results: tuple[torch.Tensor, ...]
+
+    def run(self) -> None:
+        """Execute, and copy every result to its recorded address."""
+        for target, value in zip(self.results, self.segment.compute(self.inputs), strict=True):
+            target.copy_(value)
+
+
 class Log:
     """What a ``Recording`` holds as its handle: the steps, and the blocks to poison before the first one."""
 
-    def __init__(self, steps: list[Step], poisoned: tuple[Block, ...]) -> None:
+    def __init__(self, steps: list[Step | OpaqueStep], poisoned: tuple[Block, ...]) -> None:
         self.steps = steps
         self.poisoned = poisoned
 
@@ -114,7 +129,7 @@ class Tape(TorchDispatchMode):
     def __init__(self, pool: HostPool, weak: frozenset[int] = frozenset()) -> None:
         super().__init__()
         self._weak = weak
-        self.steps: list[Step] = []
+        self.steps: list[Step | OpaqueStep] = []
         self._pool = pool
         self._fake_mode = fake_tensor.FakeTensorMode()
         self._host_scalars: dict[int, torch.Tensor] = {}  # by storage address
@@ -141,6 +156,17 @@ class Tape(TorchDispatchMode):
         if func in _UNDECLARED_VIEWS or _is_view(func):
             return _view(func, args, kwargs, tensors)
         return self._record(func, args, kwargs, has_tensors=bool(tensors))
+
+    def opaque(self, segment: OpaqueSegment, args: Sequence[Any]) -> tuple[Any, ...]:
+        """Log a segment as one call; nothing runs. (Not under the mode: it makes no operation.)"""
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        for tensor in tensors:
+            _check_plain("a compiled segment", tensor)
+        with torch._C.DisableTorchFunction():
+            made = [self._on_pool(torch.empty(0, dtype=dtype), shape, st) for shape, st, dtype in segment.layouts]
+            frozen = tuple(self._freeze(a) if isinstance(a, torch.Tensor) else a for a in args)
+            self.steps.append(OpaqueStep(segment, frozen, tuple(self._freeze(t) for t in made)))
+            return segment.assemble(args, made)
 
     def _record(self, func: Op, args: tuple[Any, ...], kwargs: dict[str, Any], has_tensors: bool) -> Any:
         """Log ``func``; return the written arguments, and fresh results allocated from the pool."""
