@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 #: Compiles of one graph that fail one after the other before no further one is tried.
 MAX_FAILURES = 3
 
-#: What compiling takes, about, so that nothing is begun that cannot end in time. Measured with a cold cache: 30 layers of
-#: Llama as one segment took 200 s on two CPU cores, 24 kernels of a 1024-wide decoder 13 s with autotuning on an H200.
+#: What compiling takes, about, so that nothing is begun that cannot end in time. Measured with a cold cache: 30 layers
+#: of Llama as one segment took 200 s on two CPU cores, 24 kernels of a 1024-wide decoder 13 s on an H200 (autotuning).
 SECONDS_PER_KERNEL = {"cpu": 0.25, "cuda": 0.5}
 
 #: Compiled segments of the process, by structure, as long as some graph keeps them.
