@@ -70,6 +70,14 @@ def test_it_compiles_for_a_gpu() -> None:
     assert compile_kernel(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
 
 
+@pytest.fixture(autouse=True)
+def every_address_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few jobs: else the copies would serve addresses that come for the first time."""
+    from torch_graph_backend.recorders import fill_triton
+
+    monkeypatch.setattr(fill_triton, "UPLOAD_FROM", 0)
+
+
 def fused(*args: Any, **kwargs: Any) -> Any:
     from torch_graph_backend.recorders.fill_triton import fused as make
 
@@ -161,6 +169,29 @@ def test_the_same_addresses_are_copied_to_the_device_once() -> None:
         assert torch.equal(pair.buffers[1][:3], sources[i][0])
         assert torch.equal(pair.buffers[1][3:], sources[i][0][:1].expand(3, 4))
     assert len(made) == 3
+
+
+@inside
+def test_few_jobs_are_copied_where_addresses_never_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copies serve an address once; the second time it is worth a place on the device. Both count what they did."""
+    from torch_graph_backend.recorders import fill_triton
+
+    monkeypatch.setattr(fill_triton, "UPLOAD_FROM", 8)
+    buffer = torch.zeros(6, 2, device=DEVICE)
+    window = Window(((0, (Factor(6, N),)),))
+    filler = fused([buffer], [window], {N: 4}, [(2, 1)])
+    sources = [torch.full((4, 2), float(k), device=DEVICE) for k in range(300)]
+    for k, source in enumerate(sources):
+        filler.fill([source])
+        assert torch.equal(buffer, torch.full((6, 2), float(k), device=DEVICE))
+        assert filler.launches == filler.plain().launches > 1
+    assert not filler.known
+    assert len(filler.once) < 300
+    for _ in range(2):
+        filler.fill([sources[-1]])
+        assert filler.launches == 1
+    assert len(filler.known) == 1
+    assert torch.equal(buffer, torch.full((6, 2), 299.0, device=DEVICE))
 
 
 @inside

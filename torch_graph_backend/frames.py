@@ -48,6 +48,11 @@ class Frame:
     def replays(self) -> bool:
         return True
 
+    @property
+    def launches(self) -> int:
+        """Operations that filled the slots of the last call."""
+        return self.slot_filler.launches + self.other_launches
+
     def _fill_plan(self) -> None:
         """How the slots and the counts are filled at this real size."""
         e = self.entry
@@ -61,7 +66,7 @@ class Frame:
         self.reads_numbers = len(numbers) < len(counts)
         specs = [s.spec for s in plan.slots] if self.cached else None
         self.slot_filler = make_filler(e.slots, e.slot_windows, self.sizes, specs, computed, tails, numbers)
-        self.launches = self.slot_filler.launches + len(counts) - len(numbers)
+        self.other_launches = len(counts) - len(numbers)
         self.post_fill = registry.post_fills(plan, self.slot_filler.real)
 
     def _direct(self) -> dict[int, torch.Tensor]:
