@@ -1,15 +1,17 @@
 # One virtual environment, made on demand. Every target sets up what it needs and can be repeated.
 #
 #   make demo    a real language model, eager and with backend="bcg", compared token by token
-#   make test    the tests (those marked gpu only where there is a GPU)
+#   make test    the tests (those marked gpu only where there is a GPU), JOBS processes at a time
 #   make check   formatting, lint, types
 #   make clean   remove the environment and everything built
 #
-# Variables: PYTHON (3.10 or newer), VENV, TORCH (the requirement to install), ARGS (for demo or pytest).
+# Variables: PYTHON (3.10 or newer), VENV, TORCH (the requirement to install), ARGS (for demo or pytest), JOBS.
 
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+# A test process takes about 2 GB. One at a time on a GPU, which they would share.
+JOBS ?= $(shell n=$$(nproc 2>/dev/null || echo 1); [ $$n -gt 4 ] && n=4; echo $$n)
 BIN := $(VENV)/bin
 
 # Without a GPU the version is exact: a range can resolve to a CUDA build of several gigabytes. It is installed
@@ -17,6 +19,7 @@ BIN := $(VENV)/bin
 ifeq ($(shell nvidia-smi -L >/dev/null 2>&1 && echo yes),yes)
 TORCH ?= torch>=2.11,<2.15
 MARKS :=
+JOBS := 1
 else
 TORCH ?= torch==2.13.0
 MARKS := -m "not gpu"
@@ -47,7 +50,7 @@ demo: setup
 	$(BIN)/python -m torch_graph_backend demo $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest $(MARKS) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(MARKS) $(ARGS)
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -30,7 +30,7 @@ ELSEWHERE = {
     "derived-size",
     "not-normalised",
 }
-NODE_CODES = set(list(CODES)[: list(CODES).index("normalise-failed")])
+NODE_CODES = set(list(CODES)[: list(CODES).index("inductor-failed")])
 
 
 def eager(seen: Seen, classified: Classified, name: str) -> Reason:

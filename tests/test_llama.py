@@ -195,6 +195,5 @@ def test_start_up_is_reported() -> None:
         generate(twin, prompt(1, 5), new=4)
         seconds = tgb.stats(twin).seconds
         text = str(tgb.stats(twin))
-    assert set(seconds) >= {"normalise", "plan", "record"}
-    assert all(value > 0 for value in seconds.values()), seconds
+    assert all(seconds[part] > 0 for part in ("normalise", "plan", "record")), seconds
     assert "seconds: normalise" in text

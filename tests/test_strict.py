@@ -120,6 +120,14 @@ def test_bucket_invalid(code: str) -> None:
         refused(code, lambda: graph(*with_input(graph, torch.randn(6, 4))))
 
 
+@case("slot-mismatch")
+def test_slot_mismatch(code: str) -> None:
+    """A declared slot whose ``shape_fn`` is wrong at one bucket."""
+    slots = {"x": {"shape_fn": lambda bs, tokens: (tokens if tokens < 8 else 9, 4)}}
+    with strict(slots=slots) as (g, _):
+        refused(code, lambda: g(rows(7)))
+
+
 @case("recording-cap")
 def test_recording_cap(code: str) -> None:
     with strict(max_recordings=1) as (g, _):
@@ -390,6 +398,7 @@ NODE_CODES = {
     "unknown-op",
     "data-dependent",
     "random",
+    "collective",
     "higher-order-op",
     "other-device",
     "device-copy",
@@ -409,9 +418,10 @@ NODE_CODES = {
 
 
 def test_every_call_and_graph_code_has_a_case() -> None:
-    """``not-recorded`` and ``unknown`` are answers of ``would_replay``: no call is refused with them."""
+    """``not-recorded`` and ``unknown`` are answers of ``would_replay``: no call is refused with them; nor with
+    ``slot-refused``, for then the slot has the default padding."""
     kernels = {code for code in CODES if code.startswith("inductor-")}  # of segments that are captured all the same
-    assert set(CODES) - NODE_CODES - kernels - {"not-recorded", "unknown"} <= SEEN
+    assert set(CODES) - NODE_CODES - kernels - {"not-recorded", "unknown", "slot-refused"} <= SEEN
 
 
 def test_every_code_says_what_would_change_it() -> None:
