@@ -185,6 +185,17 @@ def test_gpu_numbers_in_the_readme_are_those_of_the_benchmark() -> None:
         assert fact in text.replace("\n  ", " ").replace("\n", " "), fact
 
 
+def test_inductor_numbers_are_those_of_the_benchmark() -> None:
+    text = (ROOT / "docs" / "inductor.md").read_text(encoding="utf-8")
+    measured = json.loads((ROOT / "docs" / "bench" / "cuda_inductor.json").read_text(encoding="utf-8"))["small"]
+    wanted = []
+    for name, r in measured.items():
+        spent = f"{r['compile_seconds']:.1f}" if r.get("compile_seconds") else ""
+        times = (f"{r['ms']:.2f}", f"{r['host_ms']:.2f}", f"{r['first_seconds']:.1f}")
+        wanted.append([name, *times, spent, f"{r['error']:.2f}"])
+    assert list(rows(text, "## On a GPU")) == wanted
+
+
 def test_decoder_numbers_in_the_readme_are_those_of_the_benchmark() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     measured = json.loads((ROOT / "docs" / "bench" / "cuda_decoder.json").read_text(encoding="utf-8"))
