@@ -15,7 +15,6 @@ from typing import Any
 
 import sympy
 import torch
-from torch._ops import OpOverload
 from torch.fx import Graph, Node
 
 from .layout import INDEPENDENT, Fact, Layout, expr_of, mentions, natural, natural_of, shape_of
@@ -38,6 +37,7 @@ from .padding_state import (
 from .padding_tails import Tail, with_tail
 from .padding_values import Span, spans
 from .reasons import Reason
+from .torch_api import OpOverload
 
 __all__ = ["KNOWN", "Layout", "PaddingResult", "analyse", "is_known", "natural"]
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import sympy
 import torch
-from torch._ops import OpOverload
 
 from .layout import PLAIN, Axis, Fact, Layout, mentions, same
 from .padding_tails import constant
 from .padding_values import Span
+from .torch_api import OpOverload
 
 UNBOUNDED = sympy.oo
 LEAVES = "indices count on in padded rows and could leave the table"

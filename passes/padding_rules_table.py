@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch._ops import OpOverload
 
 from . import (  # noqa: F401  (importing a rule file registers its rules)
     padding_rules_contraction,
@@ -18,6 +17,7 @@ from .padding_rules_base import RULES, Entry, RefusedError
 from .padding_rules_declared import declared_entry, is_capture_safe
 from .padding_rules_pointwise import pointwise
 from .padding_rules_reduction import reduction
+from .torch_api import OpOverload
 
 #: Overloads that share a packet with ruled ones but depend on values.
 EXCLUDED = frozenset({"where.default"})

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 
 import sympy
 import torch
-from torch._ops import OpOverload
 
 from .layout import Fact, Layout, mentions
 from .padding_rules_base import Operand
 from .padding_values import Span
 from .reasons import Reason
+from .torch_api import OpOverload
 
 #: The layouts of one tensor: one per symbol; ``None`` where the tensor cannot be padded for that symbol.
 PerSymbol = tuple["Layout | None", ...]

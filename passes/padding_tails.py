@@ -1,4 +1,4 @@
-"""What a declared policy makes true of the padded rows of an input: the one thing that the proof takes from a user.
+"""What a declared policy makes true of the padded rows of an input.
 
 Contract. The runtime writes a ``Tail`` at every call (or leaves it alone, if it is ``STALE``), so a constant tail is a
 fact and no promise. Padded entries that are no copy of row 0 need not be valid indices: their layout says so

@@ -13,9 +13,9 @@ from typing import Any
 
 import sympy
 import torch
-from torch._ops import OpOverload
 
 from .layout import product
+from .torch_api import OpOverload
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from .classify import Classified
 from .layout import PLAIN, Layout
 from .normalize import NormalGraph
 from .symbols import expr_of, free
-from .torch_api import FakeTensor, FloorDiv, enable_python_dispatcher, map_aggregate
+from .torch_api import FakeTensor, FloorDiv, OpOverload, enable_python_dispatcher, map_aggregate
 
 aten = torch.ops.aten
 
@@ -108,7 +108,7 @@ class Editor:
 
     def value(self, target: Any, args: Any, kwargs: Any) -> Any:
         """What an operation returns, on fake tensors; in-place operations work on copies."""
-        copies = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+        copies = isinstance(target, OpOverload) and target._schema.is_mutable
 
         def fake(a: Any) -> Any:
             found = a.meta["val"] if isinstance(a, Node) else a

@@ -75,6 +75,24 @@ def test_numbers_that_do_not_fit(device: str) -> None:
     assert tgb.stats(model).replays > 0
 
 
+@pytest.mark.inductor
+def test_compiled_segments_read_them_too(device: str) -> None:
+    """Would catch a small key that is not compiled because a segment of it reads a number, and a number that is frozen
+    in compiled code."""
+    torch._dynamo.reset()
+    model = Scaled(lambda h, f: h * f).eval().to(device)
+    compiled = torch.compile(model, backend="bcg", **LADDER)
+    with torch.no_grad():
+        for number in (0.5, 3.0, -2.0):
+            model.number = number
+            x = torch.randn(5, H, device=device)
+            compare(compiled(x), model(x), f"{number}", tolerance=1e-5)
+    stats = tgb.stats(model)
+    assert stats.replays == 2, stats
+    (keys,) = stats.keys.values()
+    assert [(c.compiled, c.plain) for c in keys.values()] == [(1, ())], stats
+
+
 def check(model: Scaled, device: str = "cpu", dtype: torch.dtype = torch.float32, exact: bool = True) -> Any:
     """Calls of changing size and number; the plan of the last graph, and the numbers of recordings and calls."""
     torch._dynamo.reset()

@@ -184,7 +184,7 @@ class Config:
     * ``audit`` (None | "off" | "capture" | "every:N"; default None): try out, with other contents in padded rows, that
       these change no real row and no memory: when a key is first run and first replayed ("capture"), and at every N-th
       replay too. What fails runs eagerly from then on. None: "capture" for graphs of which the user declared something
-      (``declare_row_local``, ``declare_indices``, trash rows), else "off".
+      (``declare_row_local``, ``declare_indices``, trash rows, tails of ``slots``), else "off".
     * ``trash_rows`` (dict of argument name to row >= 0; default {}): rows, of dimension 0, that nobody reads: padded
       rows may write there. As ``declare_trash_row``, for one compile.
     * ``slots`` (dict of argument names to dicts or ``GraphSlot``, or list of ``GraphSlot``; default {}): declared

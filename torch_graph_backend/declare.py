@@ -1,7 +1,8 @@
-"""What a user may declare where the proof cannot look: custom operations, indices, and rows that nobody reads.
+"""What a user may declare where the proof cannot look: custom operations, indices, rows that nobody reads.
 
-Contract. A declaration is a promise about correctness that nothing here checks; the option ``audit`` tries it out.
-It is process-wide and applies to graphs compiled afterwards. It never overrides a rule: ATen operations have theirs.
+Contract. A declaration is a promise about correctness that nothing here checks. The option ``audit`` tries out those
+about padding; that an operation may be recorded (``declare_capture_safe``) nothing tries out. Declarations are
+process-wide and apply to graphs compiled afterwards. They never override a rule: ATen operations have theirs.
 """
 
 from __future__ import annotations

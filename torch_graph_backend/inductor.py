@@ -61,7 +61,7 @@ _known: weakref.WeakValueDictionary[Hashable, CompiledSegment] = weakref.WeakVal
 @dataclass
 class Compiles:
     """What one graph had compiled: segments (or why not) by structure at a bucket, code that serves several buckets by
-    structure, the seconds it all took, and what was raised. ``made`` counts compiles, shared ones not again."""
+    structure, and the seconds it all took. ``made`` counts compiles, shared ones not again."""
 
     segments: dict[Hashable, CompiledSegment | Reason] = field(default_factory=dict)
     described: dict[Hashable, Described | Reason] = field(default_factory=dict)
@@ -69,7 +69,6 @@ class Compiles:
     seconds: float = 0.0
     made: int = 0
     failures: int = 0
-    errors: list[Exception] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -296,14 +295,13 @@ class _Preparation:
             self.cache.seconds += time.perf_counter() - start
 
     def failed(self, step: CapturedSegment, error: Exception) -> Reason:
-        """The reason; the exception is kept and logged, what Inductor merely does not suit is not."""
+        """The reason; the exception is logged, what Inductor merely does not suit is not."""
         if isinstance(error, Unsuitable):
             return Reason("inductor-unsuitable", f"segment {step.index}: {error}")
         self.cache.failures += 1
         text = f"segment {step.index} of key {self.entry.key} could not be compiled: {type(error).__name__}: {error}"
         reason = Reason("inductor-failed", text.splitlines()[0])
         log.warning("%s: a segment keeps plain kernels: %s", self.graph.name, reason, exc_info=error)
-        self.cache.errors.append(error.with_traceback(None))
         return reason
 
     def make(
@@ -356,7 +354,7 @@ class _Preparation:
             fn = entry.program.steps[step.index]
             inputs = [(f, at) for f, (_, at) in zip(facts, layouts, strict=True)]
             try:
-                found, _ = compile_dynamic(fn, entry.size_args, bucketed, inputs)
+                found = compile_dynamic(fn, entry.size_args, bucketed, inputs)
                 self.cache.made += 1
             except Exception as error:
                 found = self.failed(step, error)

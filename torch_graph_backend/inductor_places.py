@@ -69,7 +69,9 @@ class Places:
             return self.values[str(ref.key)]
         if ref.kind == "count":
             count = entry.plan.counts[int(ref.key)]
-            return _real(entry.counts[int(ref.key)], None, fill=entry.bucket[count.symbol])
+            number = entry.bucket[count.symbol] if count.symbol is not None else self.args[count.arg].item()
+            fill = 0 if count.dtype.is_floating_point else int(number)
+            return _real(entry.counts[int(ref.key)], None, fill=fill)
         if ref.kind in ("slot", "bridge"):
             i = int(ref.key)
             spec = entry.plan.slots[i].spec if ref.kind == "slot" else entry.plan.bridges[i].spec

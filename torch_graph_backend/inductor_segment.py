@@ -245,7 +245,7 @@ def compile_dynamic(
     sizes: Sequence[int],
     dynamic: Sequence[int],
     inputs: Sequence[tuple[InputFacts, Callable[..., tuple[list[Any], list[Any]]]]],
-) -> tuple[Artefact, Traced]:
+) -> Artefact:
     """Code for any value of the sizes at positions ``dynamic``. ``inputs``: the facts at ``sizes``, and a function of
     all sizes that gives shape and stride."""
     import sympy
@@ -262,7 +262,7 @@ def compile_dynamic(
     symbols = tuple(s.node.expr for s in made)
     replaced = [sympy.Eq(s, by) for s, by in env.replacements.items() if s in symbols]
     lower = [sympy.Ge(s, env.var_to_range[s].lower) for s in symbols if s in env.var_to_range]
-    return Artefact(code, symbols, (*(g.expr for g in env.guards), *replaced, *lower)), traced
+    return Artefact(code, symbols, (*(g.expr for g in env.guards), *replaced, *lower))
 
 
 def _compile(traced: Traced) -> Code:
