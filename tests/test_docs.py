@@ -43,16 +43,13 @@ SHOWN_WITH = {"torch": "2.13.", "transformers": "5.24."}
 
 _BLOCK = re.compile(r"(?:<!-- (?P<mark>[^\n]*?) -->\n)?```(?P<language>\w*)\n(?P<body>.*?)^```$", re.M | re.S)
 
-#: Pages that run with the users' default of ``inductor_max_size``. The others would only wait for a C++ compiler.
+#: Pages that wait for a C++ compiler. (All run with the users' defaults: the others turn Inductor off themselves.)
 COMPILES = {"README.md", "docs/inductor.md"}
 
 RUNNER = """
 import json, sys
 from pathlib import Path
 path, spans, mark = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
-if sys.argv[4] == "plain":
-    from torch_graph_backend import config
-    config.DEFAULT_INDUCTOR_MAX_SIZE = 0
 lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
 scope = {"__name__": "__main__", "__file__": path}
 for first, last in spans:  # leading newlines keep the line numbers of the whole script
@@ -82,8 +79,8 @@ def blocks(text: str) -> list[Block]:
     return found
 
 
-def run(code: list[str], script: Path, kernels: str = "plain") -> list[str]:
-    """What each block prints, when all of them run one after the other; ``kernels``: "plain" or "compiled"."""
+def run(code: list[str], script: Path) -> list[str]:
+    """What each block prints, when all of them run one after the other."""
     spans, at, text = [], 0, ""
     for block in code:
         text += ("\n\n" if text else "") + block
@@ -93,7 +90,7 @@ def run(code: list[str], script: Path, kernels: str = "plain") -> list[str]:
     script.write_text(text, encoding="utf-8")
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     environment.pop("TORCH_LOGS", None)
-    command = [sys.executable, "-c", RUNNER, script.name, json.dumps(spans), MARK, kernels]
+    command = [sys.executable, "-c", RUNNER, script.name, json.dumps(spans), MARK]
     done = subprocess.run(
         command, cwd=script.parent, env=environment, capture_output=True, text=True, check=False, timeout=600
     )
@@ -120,8 +117,7 @@ def test_code_runs_and_prints_what_the_page_shows(page: str, tmp_path: Path) -> 
     assert shown
     if page in COMPILES and (lacks := cpp_compiler_error()):
         pytest.skip(lacks)
-    kernels = "compiled" if page in COMPILES else "plain"
-    printed = run([b.code for b in shown], tmp_path / SCRIPTS[page], kernels)
+    printed = run([b.code for b in shown], tmp_path / SCRIPTS[page])
     assert len(printed) == len(shown)
     for block, output in zip(shown, printed, strict=True):
         if block.output is None:
