@@ -181,7 +181,7 @@ class KeptArgument(BreakOpError):  # noqa: N818 (the name is the cause)
 
 
 class DeclarationError(TorchGraphBackendError):
-    """Something was declared row-local, or an index, that cannot be. ``what`` names it."""
+    """Something was declared (row-local, capture-safe, an index, a trash row) that cannot be. ``what`` names it."""
 
     code = "BCG311"
     template = "declaration of {what}: it {problem}"
