@@ -563,6 +563,25 @@ def test_a_nan_that_inductor_would_fold_away(no_grad: None) -> None:
     assert codes("4") == ["inductor-unsuitable"]
 
 
+@pytest.mark.parametrize(("slots", "reasons"), [({}, ["inductor-unsuitable"]), ({"n": {
+    "padding": "FILL_SENTINEL", "pad_value": 1}}, [])])  # fmt: skip
+def test_a_divisor_that_the_probe_would_set_to_zero(slots: Any, reasons: list[str], no_grad: None) -> None:
+    """Would catch a probe that raises (a failed compile with a traceback in the log), or ignores what is declared."""
+
+    def model(x: torch.Tensor, w: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+        return (x @ w).relu() * (8 // n).unsqueeze(-1)
+
+    w = torch.randn(16, 16)
+    fast = compiled(model, slots=slots)
+    for rows_ in (3, 2, 3):
+        n = torch.arange(1, rows_ + 1)
+        torch._dynamo.maybe_mark_dynamic(n, 0)
+        torch.testing.assert_close(fast(rows(rows_), w, n), model(rows(rows_), w, n), rtol=1e-5, atol=1e-4)
+    assert codes("4") == reasons
+    assert keys()["4"].compiled == (not reasons)
+    tgb.stats(fast).expect(replays=2, eager=0)
+
+
 # -- one segment -------------------------------------------------------------------------------------------------------
 
 

@@ -72,10 +72,11 @@ class Places:
             number = entry.bucket[count.symbol] if count.symbol is not None else self.args[count.arg].item()
             fill = 0 if count.dtype.is_floating_point else int(number)
             return _real(entry.counts[int(ref.key)], None, fill=fill)
-        if ref.kind in ("slot", "bridge"):
-            i = int(ref.key)
-            spec = entry.plan.slots[i].spec if ref.kind == "slot" else entry.plan.bridges[i].spec
-            return _real((entry.slots if ref.kind == "slot" else entry.bridges)[i], spec)
+        if ref.kind == "slot":
+            slot, buffer = entry.plan.slots[int(ref.key)], entry.slots[int(ref.key)]
+            return _real(buffer, slot.spec, fill=0 if buffer.is_floating_point() else int(slot.pad_value))
+        if ref.kind == "bridge":
+            return _real(entry.bridges[int(ref.key)], entry.plan.bridges[int(ref.key)].spec)
         tensor = self.args[int(ref.key)] if ref.kind == "arg" else entry.normal.constants[str(ref.key)]
         if not isinstance(tensor, torch.Tensor) or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             raise Unsuitable(f"{ref} is a {type(tensor).__name__}")

@@ -41,7 +41,12 @@ def _compare(segment: CompiledSegment, plain: Plain, inputs: Sequence[Given], sp
     generators: dict[torch.device, torch.Generator] = {}
     ours = [real if real is not None else scratch(facts, fill, generators, special) for facts, real, fill in inputs]
     theirs = [t if real is not None else _twin(t) for t, (_, real, _) in zip(ours, inputs, strict=True)]
-    want = plain(*theirs)
+    try:
+        want = plain(*theirs)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, IndexError, ValueError) as error:  # integers of 0 where the segment divides by them, say
+        raise Unsuitable(f"plain kernels raise on what it is tried with: {str(error).splitlines()[:1]}") from error
     made = segment.compute(ours)
     segment.copied |= check_layouts(segment, made) | shared(made, ours)
     made = [segment.copy(i, t) if i in segment.copied else t for i, t in enumerate(made)]
