@@ -46,9 +46,12 @@ _BLOCK = re.compile(r"(?:<!-- (?P<mark>[^\n]*?) -->\n)?```(?P<language>\w*)\n(?P
 #: Pages that wait for a C++ compiler. (All run with the users' defaults: the others turn Inductor off themselves.)
 COMPILES = {"README.md", "docs/inductor.md"}
 
+#: The users' defaults, but Inductor may take its time: on a slow machine the pages would show ``inductor-time``.
 RUNNER = """
 import json, sys
 from pathlib import Path
+from torch_graph_backend import config
+config.DEFAULT_INDUCTOR_SECONDS = 3600
 path, spans, mark = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
 lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
 scope = {"__name__": "__main__", "__file__": path}
@@ -92,7 +95,7 @@ def run(code: list[str], script: Path) -> list[str]:
     environment.pop("TORCH_LOGS", None)
     command = [sys.executable, "-c", RUNNER, script.name, json.dumps(spans), MARK]
     done = subprocess.run(
-        command, cwd=script.parent, env=environment, capture_output=True, text=True, check=False, timeout=600
+        command, cwd=script.parent, env=environment, capture_output=True, text=True, check=False, timeout=900
     )
     assert done.returncode == 0, f"{script.name} fails\n{done.stdout}\n{done.stderr}"
     return done.stdout.split(MARK + "\n")[:-1]

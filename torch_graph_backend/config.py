@@ -39,6 +39,8 @@ DEFAULT_MAX_BS = {"decode": 256, "prefill": 4096}
 #: Largest size of a key whose segments Inductor compiles, unless the option says otherwise. The one place: tests that
 #: are not about Inductor set it to 0 (tests/conftest.py).
 DEFAULT_INDUCTOR_MAX_SIZE = 32
+#: The same of the seconds that compiling a graph may take.
+DEFAULT_INDUCTOR_SECONDS = 120
 
 #: Options that ``torch.compile`` takes out of ``options`` itself.
 _TORCH_OPTIONS = frozenset({"guard_filter_fn", "use_aoti"})
@@ -219,7 +221,7 @@ class Config:
     record: str = "second"
     inductor_max_size: int = field(default_factory=lambda: DEFAULT_INDUCTOR_MAX_SIZE)
     inductor: str = "small"
-    inductor_seconds: int = 120
+    inductor_seconds: int = field(default_factory=lambda: DEFAULT_INDUCTOR_SECONDS)
     progress: bool = False
     verify_memory: bool = False
     audit: str | None = None
