@@ -16,6 +16,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from torch_graph_backend.passes.dedup import InputFacts
+from torch_graph_backend.passes.inductor_exact import EagerKernels, rounds_on_purpose
 from torch_graph_backend.passes.torch_api import (
     FakeTensorMode,
     OpOverload,
@@ -36,6 +37,7 @@ PATCHES: dict[str, Any] = {
     "triton.cudagraphs": False,
     "autotune_num_choices_displayed": 0,
     "max_autotune_report_choices_stats": False,
+    "post_grad_custom_post_pass": EagerKernels(),
 }
 
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -267,4 +269,5 @@ def compile_dynamic(
 
 def _compile(traced: Traced) -> Code:
     with torch.inference_mode(False), torch.no_grad(), without_autocast():
-        return compile_with_inductor(traced.gm, traced.examples, traced.mode, PATCHES)
+        casts = {"emulate_precision_casts": True} if rounds_on_purpose(traced.gm.graph) else {}
+        return compile_with_inductor(traced.gm, traced.examples, traced.mode, PATCHES | casts)

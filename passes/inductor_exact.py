@@ -1,0 +1,109 @@
+"""Operations whose C++ code from Inductor is not eager's: a fused kernel calls eager's kernel for them instead.
+
+Contract. ``EagerKernels`` runs as Inductor's last pass on a functional graph (``post_grad_custom_post_pass``), below
+all decompositions, so an operation is seen whatever the user called it (``F.elu`` is ``expm1`` by then, ``nll_loss`` a
+``gather``). It marks nodes and changes nothing else. CPU code alone: Triton's asserts an index on the device as eager
+CUDA does, and has the exact functions. The mark and the hook are private; both are as used here in torch 2.11 to 2.14.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+aten = torch.ops.aten
+
+#: An index out of range is an exception in eager code. Inductor throws it too, but out of a parallel loop, where C++ ends
+#: the process; and not as an ``IndexError``.
+INDEXED = {
+    aten.embedding.default,
+    aten.gather.default,
+    aten.index.Tensor,
+    aten.index_add.default,
+    aten.index_copy.default,
+    aten.index_fill.int_Scalar,
+    aten.index_fill.int_Tensor,
+    aten.index_put.default,
+    aten.index_reduce.default,
+    aten.index_select.default,
+    aten.put.default,
+    aten.scatter.src,
+    aten.scatter.value,
+    aten.scatter.reduce,
+    aten.scatter.value_reduce,
+    aten.scatter_add.default,
+    aten.scatter_reduce.two,
+    aten.take.default,
+}
+
+#: Divisions: of integers, where zero is an exception as above; and of floats rounded down, for which Inductor computes
+#: ``a - floor(a / b) * b``: 0 for 1e10 % 3, where eager code gives 1.
+DIVISIONS = {
+    aten.remainder.Tensor,
+    aten.remainder.Scalar,
+    aten.remainder.Scalar_Tensor,
+    aten.fmod.Tensor,
+    aten.fmod.Scalar,
+    aten.div.Tensor_mode,
+    aten.div.Scalar_mode,
+    aten.floor_divide.default,
+    aten.floor_divide.Scalar,
+}
+
+#: Functions that Inductor computes by a formula that loses all digits of small numbers (``exp(x) - 1``), or overflows.
+LOSSY = {aten.expm1.default, aten.atanh.default, aten.asinh.default, aten.erf.default}
+
+EAGER = INDEXED | DIVISIONS | LOSSY
+
+
+class EagerKernels(CustomGraphPass):
+    """Marks the operations of ``EAGER`` that run on a CPU."""
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        for node in graph.nodes:
+            if node.op == "call_function" and node.target in EAGER and _on_cpu(node.meta.get("val")):
+                node.meta["should_fallback"] = True
+
+    def uuid(self) -> Any:
+        """Inductor's cache keys code by it: it changes with what is marked."""
+        return "torch_graph_backend.EagerKernels", tuple(sorted(map(str, EAGER)))
+
+
+def rounds_on_purpose(graph: torch.fx.Graph) -> bool:
+    """Whether a value is cast to a narrower float dtype and back, maybe through views. Inductor takes such casts for
+    what autocast left behind and drops both, so that ``x - x.half().float()`` is zero."""
+    return any(
+        _narrows(node) and any(_casts(user) and _width(user) > _width(node) for user in _users(node))
+        for node in graph.nodes
+    )
+
+
+def _casts(node: torch.fx.Node) -> bool:
+    return node.target in (aten._to_copy.default, aten.copy_.default, torch.ops.prims.convert_element_type.default)
+
+
+def _narrows(node: torch.fx.Node) -> bool:
+    source = node.args[-1 if node.target is aten.copy_.default else 0] if _casts(node) else None
+    return isinstance(source, torch.fx.Node) and 0 < _width(node) < _width(source)
+
+
+def _width(node: torch.fx.Node) -> int:
+    """Bytes of a float; 0 for anything else. (The two half precisions do not hold each other's values, but Inductor
+    keeps casts between them.)"""
+    value = node.meta.get("val")
+    return value.dtype.itemsize if isinstance(value, torch.Tensor) and value.dtype.is_floating_point else 0
+
+
+def _users(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Who reads the value, directly or through views of it."""
+    found = list(node.users)
+    for user in found:
+        if getattr(user.target, "is_view", False):
+            found += user.users
+    return found
+
+
+def _on_cpu(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "cpu"

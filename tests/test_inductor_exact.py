@@ -1,0 +1,100 @@
+"""Operations that Inductor's C++ code answers otherwise than eager code: they keep eager's kernels inside of a compile."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import torch_graph_backend as tgb
+from torch_graph_backend import registry
+
+pytestmark = pytest.mark.inductor
+
+
+def check(function: Callable[..., object], *args: Tensor) -> None:
+    """First call and replay agree with eager code, to a few last digits, and Inductor compiled the segment."""
+    fast = torch.compile(function, backend="bcg", dynamic=False)
+    want = function(*args)
+    for _ in range(3):
+        torch.testing.assert_close(fast(*args), want, rtol=1e-6, atol=0, equal_nan=True)
+    counts = [c for graph in registry.all_graphs() for c in graph.ledger.keys.values()]
+    assert [c.compiled for c in counts] == [1], [c.plain for c in counts]
+
+
+OUT_OF_RANGE = """
+import sys, torch
+torch.set_num_threads(2)  # an exception that leaves a parallel loop ends the process
+table = torch.randn(100, 2048)
+ids, bad = torch.arange(32), torch.arange(32)
+bad[7] = {bad}
+def step(ids):
+    wide = ids[:, None].expand(-1, 2048)
+    return torch.tanh({expression}) * 2 + 1
+fast = torch.compile(step, backend="bcg", dynamic=False, options={{"inductor_max_size": 4096}})
+for _ in range(3):
+    torch.testing.assert_close(fast(ids), step(ids))
+errors = []
+for function in (step, fast):
+    try:
+        function(bad)
+    except Exception as error:
+        errors.append((type(error), str(error)))
+assert len(errors) == 2 and errors[0] == errors[1], errors
+torch.testing.assert_close(fast(ids), step(ids))
+import torch_graph_backend as tgb
+assert tgb.stats(fast).seconds["inductor"] > 0 and "segments of keys static: 1" in str(tgb.stats(fast))
+"""
+
+
+@pytest.mark.parametrize(
+    ("expression", "bad"),
+    [
+        ("torch.nn.functional.embedding(ids, table)", 100),
+        ("table[ids]", -101),
+        ("table.gather(0, wide)", 100),
+        ("torch.zeros(100, 2048).scatter(0, wide, table[:32])", 100),
+        ("torch.zeros(100, 2048).index_put((ids,), table[:32])", 100),
+        ("(wide // (wide + 1)).float()", -1),
+    ],
+)
+def test_a_bad_value_raises_what_eager_code_raises(expression: str, bad: int) -> None:
+    """Inductor checks inside of a parallel loop: the exception ended the process."""
+    script = OUT_OF_RANGE.format(expression=expression, bad=bad)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_functions_of_tiny_and_huge_numbers(no_grad: None) -> None:
+    """Would catch: exp(x) - 1 for expm1, a square that overflows in asinh, a - floor(a / b) * b for a remainder."""
+    tiny = torch.tensor([1e-8, -1e-8, 3e-9, 1e-3, 0.5, -0.5, 1e-20, 0.0] * 4)
+    huge = torch.tensor([1e10, -1e10, 1e30, 7.5, -7.5, 1e25, float("inf"), 2.5] * 4)
+
+    def functions(tiny: Tensor, huge: Tensor) -> list[Tensor]:
+        small = [tiny.expm1(), tiny.atanh(), tiny.asinh(), tiny.erf(), F.elu(tiny), F.celu(tiny)]
+        return [*small, huge.asinh(), huge % 3, huge.remainder(-2.5), huge // 3, huge % (huge + 1)]
+
+    check(functions, tiny, huge)
+
+
+@pytest.mark.parametrize("narrow", [torch.float16, torch.bfloat16])
+def test_casts_that_round_on_purpose(narrow: torch.dtype, no_grad: None) -> None:
+    """The part of a number that a half does not hold: zero, if the casts are dropped."""
+    check(lambda x: (x - x.to(narrow).float(), x.to(narrow).view(-1).float() * 3), torch.randn(16, 16))
+
+
+def test_what_raises_on_scratch_values_is_no_failure(caplog: pytest.LogCaptureFixture, no_grad: None) -> None:
+    """The probe's integers are zeros. A division by them says nothing about the compile, and is no warning to anyone."""
+    fast = torch.compile(lambda a, b: (a // b) * 2 + 1, backend="bcg")
+    a, b = torch.arange(16), torch.arange(1, 17)
+    for _ in range(3):
+        assert torch.equal(fast(a, b), (a // b) * 2 + 1)
+    (count,) = (c for graph in registry.all_graphs() for c in graph.ledger.keys.values())
+    assert [r.code for r in count.plain] == ["inductor-unsuitable"]
+    assert not [r for r in caplog.records if r.exc_info]
+    tgb.stats(fast).expect(replays=2, eager=0)
