@@ -15,8 +15,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 aten = torch.ops.aten
 
-#: An index out of range is an exception in eager code. Inductor throws it too, but out of a parallel loop, where C++ ends
-#: the process; and not as an ``IndexError``.
+#: An index out of range is an exception in eager code. Inductor throws it too, but out of a parallel loop, where C++
+#: ends the process; and not as an ``IndexError``.
 INDEXED = {
     aten.embedding.default,
     aten.gather.default,
@@ -53,7 +53,7 @@ DIVISIONS = {
 }
 
 #: Functions that Inductor computes by a formula that loses all digits of small numbers (``exp(x) - 1``), or overflows.
-LOSSY = {aten.expm1.default, aten.atanh.default, aten.asinh.default, aten.erf.default}
+LOSSY = {aten.acosh.default, aten.asinh.default, aten.atanh.default, aten.erf.default, aten.expm1.default}
 
 EAGER = INDEXED | DIVISIONS | LOSSY
 

@@ -1,4 +1,4 @@
-"""Operations that Inductor's C++ code answers otherwise than eager code: they keep eager's kernels inside of a compile."""
+"""Operations that Inductor's C++ code answers otherwise than eager: they keep eager's kernels in a compile."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from torch import Tensor
 
 import torch_graph_backend as tgb
 from torch_graph_backend import registry
+from torch_graph_backend.inductor_probe import Given, indices_are_checked, probe
+from torch_graph_backend.inductor_segment import CompiledSegment, Unsuitable, static_examples, trace
+from torch_graph_backend.passes.dedup import InputFacts
 
 pytestmark = pytest.mark.inductor
 
@@ -77,7 +80,7 @@ def test_functions_of_tiny_and_huge_numbers(no_grad: None) -> None:
 
     def functions(tiny: Tensor, huge: Tensor) -> list[Tensor]:
         small = [tiny.expm1(), tiny.atanh(), tiny.asinh(), tiny.erf(), F.elu(tiny), F.celu(tiny)]
-        return [*small, huge.asinh(), huge % 3, huge.remainder(-2.5), huge // 3, huge % (huge + 1)]
+        return [*small, huge.asinh(), huge.acosh(), huge % 3, huge.remainder(-2.5), huge // 3, huge % (huge + 1)]
 
     check(functions, tiny, huge)
 
@@ -89,7 +92,7 @@ def test_casts_that_round_on_purpose(narrow: torch.dtype, no_grad: None) -> None
 
 
 def test_what_raises_on_scratch_values_is_no_failure(caplog: pytest.LogCaptureFixture, no_grad: None) -> None:
-    """The probe's integers are zeros. A division by them says nothing about the compile, and is no warning to anyone."""
+    """The probe's integers are zeros. A division by them says nothing about the compile and warns nobody."""
     fast = torch.compile(lambda a, b: (a // b) * 2 + 1, backend="bcg")
     a, b = torch.arange(16), torch.arange(1, 17)
     for _ in range(3):
@@ -98,3 +101,40 @@ def test_what_raises_on_scratch_values_is_no_failure(caplog: pytest.LogCaptureFi
     assert [r.code for r in count.plain] == ["inductor-unsuitable"]
     assert not [r for r in caplog.records if r.exc_info]
     tgb.stats(fast).expect(replays=2, eager=0)
+
+
+def wrong_segment(
+    code: Callable[[Tensor], Tensor], plain: Callable[[Tensor], Tensor]
+) -> tuple[CompiledSegment, list[Given]]:
+    """A segment whose compiled code is ``code``, made for 20 integers."""
+    facts = InputFacts((20,), (1,), torch.int64, torch.device("cpu"), 0, 0)
+    mode, examples = static_examples([facts])
+    traced = trace(lambda x: (plain(x),), (), mode, examples)
+    assert indices_are_checked(traced.gm)
+    return CompiledSegment(lambda x: [code(x)], (), traced), [(facts, None, 0)]
+
+
+def test_the_probe_sees_integers_that_are_not_zero() -> None:
+    """Zeros hide it: -7 // 2 is -4, and C++ gives -3."""
+
+    def floor(x: Tensor) -> Tensor:
+        return x // 2
+
+    segment, inputs = wrong_segment(lambda x: torch.div(x, 2, rounding_mode="trunc"), floor)
+    probe(segment, lambda x: (floor(x),), inputs)
+    with pytest.raises(Unsuitable, match="of its values are not"):
+        probe(segment, lambda x: (floor(x),), inputs, any_integer=True)
+
+
+def test_the_probe_stays_in_the_range_of_an_index() -> None:
+    """What plain kernels raise on is no finding; a smaller range is tried, in which wrong rows show."""
+    table = torch.arange(12.0)
+
+    def plain(x: Tensor) -> Tensor:
+        return torch.arange(12.0)[x]
+
+    segment, inputs = wrong_segment(lambda x: table[x], plain)
+    probe(segment, lambda x: (plain(x),), inputs, any_integer=True)
+    segment, inputs = wrong_segment(lambda x: table[(x * 2) % 12], plain)
+    with pytest.raises(Unsuitable, match="values differ"):
+        probe(segment, lambda x: (plain(x),), inputs, any_integer=True)

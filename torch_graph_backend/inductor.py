@@ -20,7 +20,7 @@ import torch
 from torch.fx import Node
 
 from torch_graph_backend.inductor_places import Place, Places, general_layout
-from torch_graph_backend.inductor_probe import probe
+from torch_graph_backend.inductor_probe import indices_are_checked, probe
 from torch_graph_backend.inductor_segment import (
     Artefact,
     CompiledSegment,
@@ -322,7 +322,8 @@ class _Preparation:
             (f, None if i in traced.written else p.readable, p.fill)
             for i, (f, p) in enumerate(zip(facts, places, strict=True))
         ]
-        probe(segment, lambda *t: fn(*at, *t), inputs)
+        any_integer = self.entry.state.device.type == "cpu" and indices_are_checked(traced.gm)
+        probe(segment, lambda *t: fn(*at, *t), inputs, any_integer)
         return segment
 
     def dynamic(

@@ -22,6 +22,12 @@ TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
 COARSE = 0.1
 _SPECIAL = (float("nan"), float("inf"), float("-inf"))
 
+#: Bounds of random integers, the upper one not included: any, positions in a small table, and its two first rows.
+_SPANS = ((-100, 101), (0, 12), (0, 2))
+
+#: Parts of names: operations of ATen that trust their integers, and writes, whose winner at equal indices is any.
+_UNCHECKED = ("_unsafe_", "embedding_bag", "segment_reduce", "index_put", "index_copy", "scatter", "::put")
+
 Plain = Callable[..., tuple[Any, ...]]
 
 
@@ -29,24 +35,57 @@ Plain = Callable[..., tuple[Any, ...]]
 Given = tuple[InputFacts, Any, int]
 
 
-def probe(segment: CompiledSegment, plain: Plain, inputs: Sequence[Given]) -> None:
+class Raises(Unsuitable):
+    """Plain kernels raise on the values that the probe made up."""
+
+
+def probe(segment: CompiledSegment, plain: Plain, inputs: Sequence[Given], any_integer: bool = False) -> None:
     """Compare on random values, then with NaN and infinities among them (Inductor takes ``x * 0`` for 0). Notes in
-    ``segment.copied`` which results must be copied; raises ``Unsuitable``."""
+    ``segment.copied`` which results must be copied; raises ``Unsuitable``.
+
+    Integers are zeros then, which hide what is computed from them. ``any_integer`` says that others are at worst an
+    exception (``indices_are_checked``): the widest of ``_SPANS`` that the plain kernels take is compared as well.
+    """
     with torch.inference_mode(False), torch.no_grad():
         for special in (False, True):
             _compare(segment, plain, inputs, special)
+        if not any_integer or not any(real is None and _is_free_integer(f, fill) for f, real, fill in inputs):
+            return
+        for span in _SPANS:
+            try:
+                return _compare(segment, plain, inputs, False, span)
+            except Raises:
+                continue
 
 
-def _compare(segment: CompiledSegment, plain: Plain, inputs: Sequence[Given], special: bool) -> None:
+def indices_are_checked(gm: torch.fx.GraphModule) -> bool:
+    """Whether the graph's operations check their indices (on a CPU, nearly all of ATen's do), and random ones that are
+    equal do not make its answer depend on the order of writes."""
+    targets = [n.target for n in gm.graph.nodes if n.op == "call_function"]
+    named = [t for t in targets if isinstance(t, torch._ops.OpOverload)]
+    trusting = [part for t in named for part in _UNCHECKED if part in t._schema.name]
+    return not trusting and all(t.namespace in ("aten", "prims") for t in named)
+
+
+def _is_free_integer(facts: InputFacts, fill: int) -> bool:
+    kind = facts.dtype
+    return not (fill or kind is torch.bool or kind.is_floating_point or kind.is_complex)
+
+
+def _compare(
+    segment: CompiledSegment, plain: Plain, inputs: Sequence[Given], special: bool, span: tuple[int, int] | None = None
+) -> None:
     generators: dict[torch.device, torch.Generator] = {}
-    ours = [real if real is not None else scratch(facts, fill, generators, special) for facts, real, fill in inputs]
+    ours = [
+        real if real is not None else scratch(facts, fill, generators, special, span) for facts, real, fill in inputs
+    ]
     theirs = [t if real is not None else _twin(t) for t, (_, real, _) in zip(ours, inputs, strict=True)]
     try:
         want = plain(*theirs)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # eager code checks values (a divisor of zero), and scratch holds none of the caller's
-        raise Unsuitable(f"it cannot be tried out: {type(error).__name__}: {error}".splitlines()[0]) from error
+        raise Raises(f"it cannot be tried out: {type(error).__name__}: {error}".splitlines()[0]) from error
     made = segment.compute(ours)
     segment.copied |= check_layouts(segment, made) | shared(made, ours)
     made = [segment.copy(i, t) if i in segment.copied else t for i, t in enumerate(made)]
@@ -59,10 +98,14 @@ def _compare(segment: CompiledSegment, plain: Plain, inputs: Sequence[Given], sp
 
 
 def scratch(
-    facts: InputFacts, fill: int, generators: dict[torch.device, torch.Generator], special: bool = False
+    facts: InputFacts,
+    fill: int,
+    generators: dict[torch.device, torch.Generator],
+    special: bool = False,
+    span: tuple[int, int] | None = None,
 ) -> torch.Tensor:
     """Random floats and booleans, integers of ``fill`` (an index must be in range), laid out and aligned as the input.
-    ``special``: a quarter of the floats, in front, is no finite number."""
+    ``special``: a quarter of the floats, in front, is no finite number. ``span``: bounds of random integers instead."""
     generator = generators.setdefault(facts.device, torch.Generator(facts.device).manual_seed(0))
     offset = facts.misaligned // facts.dtype.itemsize
     extent = 0 if 0 in facts.shape else 1 + sum((n - 1) * st for n, st in zip(facts.shape, facts.stride, strict=True))
@@ -74,6 +117,9 @@ def scratch(
         for i, value in enumerate(_SPECIAL if special else ()):
             memory[offset + i : offset + extent // 4 : len(_SPECIAL)] = value
         memory = memory.to(facts.dtype)
+    elif span is not None and _is_free_integer(facts, fill):
+        low = 0 if facts.dtype is torch.uint8 else span[0]
+        memory = torch.randint(low, span[1], (offset + extent,), generator=generator, dtype=facts.dtype, **where)
     else:
         memory = torch.full((offset + extent,), fill, dtype=facts.dtype, **where)
     return memory.as_strided(facts.shape, facts.stride, offset)

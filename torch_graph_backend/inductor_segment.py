@@ -28,13 +28,14 @@ from torch_graph_backend.passes.torch_api import (
 )
 from torch_graph_backend.recorders.base import OpaqueSegment
 
-#: Options of ``mode="max-autotune-no-cudagraphs"``. The graph is ours alone, whatever the environment says; tables of
-#: autotuning results are for those who write kernels.
+#: Options of ``mode="max-autotune-no-cudagraphs"``. The graph is ours alone, whatever the environment says, and weights
+#: and buffers are never frozen into the code: they change. Tables of autotuning results are for authors of kernels.
 PATCHES: dict[str, Any] = {
     "max_autotune": True,
     "coordinate_descent_tuning": True,
     "fallback_random": True,
     "triton.cudagraphs": False,
+    "freezing": False,
     "autotune_num_choices_displayed": 0,
     "max_autotune_report_choices_stats": False,
     "post_grad_custom_post_pass": EagerKernels(),
