@@ -3,7 +3,7 @@
 Contract. ``EagerKernels`` runs as Inductor's last pass on a functional graph (``post_grad_custom_post_pass``), below
 all decompositions, so an operation is seen whatever the user called it (``F.elu`` is ``expm1`` by then, ``nll_loss`` a
 ``gather``). It marks nodes and changes nothing else. CPU code alone: Triton's asserts an index on the device as eager
-CUDA does, and has the exact functions. The mark and the hook are private; both are as used here in torch 2.11 to 2.14.
+CUDA does, and has the exact functions. Inductor's ``graph.py`` reads the mark, which is private (torch 2.11, 2.13).
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._inductor.custom_graph_pass import CustomGraphPass
+
+from .torch_api import CustomGraphPass
 
 aten = torch.ops.aten
 

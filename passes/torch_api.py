@@ -19,6 +19,7 @@ import torch._dynamo.config
 import torch._dynamo.eval_frame
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import CompileContext, TracingContext
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -29,6 +30,7 @@ from torch.utils._sympy.functions import FloorDiv
 from torch.utils._sympy.printers import PythonPrinter
 
 __all__ = [
+    "CustomGraphPass",
     "FakeTensor",
     "FakeTensorMode",
     "FloorDiv",
