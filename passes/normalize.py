@@ -156,7 +156,11 @@ class _Normaliser:
         value: Any = gm
         for part in str(node.target).split("."):
             value = getattr(value, part)
-        return self.constant(value, str(node.target))
+        new = self.constant(value, str(node.target))
+        if self.fake_mode is not None and isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
+            # A real tensor (Dynamo leaves them in the graph under Inductor's freezing) would be changed while tracing.
+            new.meta["val"] = self.fake_mode.from_tensor(value, static_shapes=True)
+        return new
 
     def constant(self, value: Any, hint: str) -> Node:
         """A ``get_attr`` node for a tensor or a subgraph; one object, one node."""

@@ -401,3 +401,29 @@ def test_a_recurrence_over_a_padded_batch() -> None:
             torch.testing.assert_close(fast(x), f(x), rtol=1e-6, atol=1e-6)
     assert_replayed(f)
     assert not any(op.reason for plan in tgb.plans(f) for region in plan.regions for op in region.ops)
+
+
+def test_tensors_that_dynamo_leaves_in_the_graph() -> None:
+    """Under Inductor's freezing a module's tensors are part of the graph, not arguments: tracing must not change them."""
+    import torch._inductor.config as inductor_config
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(4))
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count.add_(1)
+            return torch.relu(self.linear(x)) * 2 + self.count
+
+    model = Counting()
+    plain = copy.deepcopy(model)
+    with inductor_config.patch(freezing=True), torch.no_grad():
+        fast = torch.compile(model, backend="bcg")
+        for n in (5, 6, 5, 9, 7, 6, 11):
+            x = rows(n)
+            torch._dynamo.maybe_mark_dynamic(x, 0)
+            torch.testing.assert_close(fast(x), plain(x), rtol=1e-6, atol=1e-6)
+            assert torch.equal(model.count, plain.count)
+    assert tgb.stats().replays >= 3
