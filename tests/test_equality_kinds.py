@@ -404,7 +404,7 @@ def test_a_recurrence_over_a_padded_batch() -> None:
 
 
 def test_tensors_that_dynamo_leaves_in_the_graph() -> None:
-    """Under Inductor's freezing a module's tensors are part of the graph, not arguments: tracing must not change them."""
+    """Under Inductor's freezing a module's tensors are part of the graph: tracing must not change them."""
     import torch._inductor.config as inductor_config
 
     class Counting(nn.Module):
