@@ -36,6 +36,7 @@ from .padding_state import (
 )
 from .padding_tails import Tail, with_tail
 from .padding_values import Span, spans
+from .padding_views import exposes
 from .reasons import Reason
 from .torch_api import OpOverload
 
@@ -254,28 +255,18 @@ class _Interpreter:
         return [named[name] for name in names if isinstance(named.get(name), Node)]
 
     def track_window(self, node: Node, outputs: Outputs) -> None:
-        """Remember views that carry a symbol in a dimension whose memory does not (``table[:s]``, and views of it).
-
-        Writing to one would change rows of that memory beyond the real size, which are not padding. The dimensions are
-        counted: ``x[:T]`` of a ``(B, T)`` tensor carries T twice, its memory once.
-        """
+        """Remember views, and views of them, whose padded entries may be no padding of their memory."""
         op = node.target
         if not isinstance(op, OpOverload):
             aliases = True
         else:
             aliases = any(r.alias_info for r in op._schema.returns) or base_name(op) in MAY_ALIAS
-        if not aliases:
-            return
-        tensors = [a for a in node.all_input_nodes if self.values.get(a)]
+        tensors = [a for a in node.all_input_nodes if self.values.get(a)] if aliases else []
         if any(a in self.windows for a in tensors):
             self.windows.add(node)
-        shape = node.meta["val"].shape if isinstance(node.meta.get("val"), torch.Tensor) else ()
-        if not isinstance(op, OpOverload) or not tensors:
-            return
-        sources = [t.shape for t in self.values[tensors[0]] if t is not None]
-        for symbol in self.symbols:
-            carried = sum(symbol in expr_of(size).free_symbols for size in shape)
-            if carried > max((sum(symbol in size.free_symbols for size in dims) for dims in sources), default=0):
+        elif tensors and isinstance(op, OpOverload):
+            sources = [t.shape for t in self.values[tensors[0]] if t is not None]
+            if sources and exposes(node, max(sources, key=len), self.symbols):
                 self.windows.add(node)
 
     def verdict(self, node: Node, args: tuple, kwargs: dict, fresh: Outputs, mutable: bool, window: bool) -> Verdict:

@@ -63,6 +63,8 @@ STEPS = [
     lambda x, y, a: F.rms_norm(x, (x.shape[-1],)), lambda x, y, a: x.logsumexp(-1), lambda x, y, a: x.any(-1),
     lambda x, y, a: F.glu(x, -1), lambda x, y, a: x.diagonal(dim1=-1, dim2=-2), lambda x, y, a: torch.cdist(x, y),
     lambda x, y, a: torch.outer(x.flatten(), y.flatten()), lambda x, y, a: x.movedim(0, -1), lambda x, y, a: x.mT,
+    lambda x, y, a: (x[:-1].mul_(2.0), x * 1)[1], lambda x, y, a: (x[::2].add_(1.0), x * 1)[1],
+    lambda x, y, a: (x[: x.shape[0] // 2].zero_(), x * 1)[1], lambda x, y, a: (x[1:].sub_(x[:-1].clone()), x * 1)[1],
 ]  # fmt: skip
 STEP = st.tuples(st.integers(0, len(STEPS) - 1), st.integers(0, 9), st.integers(0, 9))
 EXAMPLES = int(os.environ.get("PADDING_EXAMPLES", "200"))
