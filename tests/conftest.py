@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
 import torch._dynamo
 
 import torch_graph_backend as tgb
 from torch_graph_backend import config
+
+# The same examples in every run, so that a change is what makes a test fail; others with TGB_RANDOM=1.
+hypothesis.settings.register_profile("same", derandomize=True, database=None)
+hypothesis.settings.register_profile("random", derandomize=False)
+hypothesis.settings.load_profile("random" if os.environ.get("TGB_RANDOM") else "same")
 
 torch.set_num_threads(1)  # the models are tiny; more threads only compete with other test processes
 
