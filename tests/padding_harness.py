@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -235,6 +236,8 @@ def check_tensors(
         except (RuntimeError, IndexError) as error:
             raise EagerFailsError(node.format_node()) from error
         schema = getattr(node.target, "_schema", None)
+        if node.target is operator.getitem and node.args[0] in detached:
+            detached.add(node)
         if schema is not None and node.all_input_nodes:
             if schema.is_mutable and node.args[0] in detached:
                 return checked
@@ -269,8 +272,8 @@ def check_tensors(
 
 
 def check_all(traced: Traced, specs: Sequence[str]) -> list[int]:
-    """``check`` under every fill (not at all where the bucket itself would be refused)."""
-    return [check(traced, specs, how) for how in FILLS] if valid_at(traced, BUCKET) else []
+    """``check`` under every fill (not at all where the bucket would be refused, or the real size has another graph)."""
+    return [check(traced, specs, how) for how in FILLS] if valid_at(traced, BUCKET) and valid_at(traced, REAL) else []
 
 
 def parts(value: object) -> Sequence[object]:
