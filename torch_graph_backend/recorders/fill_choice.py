@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 #: The kernel is used from so many slots on; ``None``: never. Set by ``tests/bench/fill.py`` on a GPU, which writes
 #: ``docs/bench/fill.json``; a test compares the two. (2 is the least that is measured.)
 FUSED_FROM: int | None = 2
+#: Off: on a GPU the kernel alone has run (the bench compares its bits), not yet a whole call that fills through it.
+ENABLED = False
 
 
 def make_filler(
@@ -45,8 +47,8 @@ def make_filler(
 
 
 def fusable(buffers: Sequence[torch.Tensor]) -> bool:
-    """Whether these buffers are where the kernel can run."""
-    if any(b.device.type != "cuda" for b in buffers):
+    """Whether these buffers are where the kernel can run: it is launched on the current device."""
+    if not ENABLED or any(b.device.type != "cuda" or b.device.index != torch.cuda.current_device() for b in buffers):
         return False
     from torch_graph_backend.recorders import fill_triton
 
