@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Interpreter, Node
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_graph_backend.break_ops import break_predicate
 from torch_graph_backend.passes.capturable import name_of
@@ -183,3 +184,15 @@ def assert_golden(name: str, text: str) -> None:
         path.write_text(stable(text), encoding="utf-8")
     assert path.exists(), f"no {path.name}: run once with TGB_ACCEPT=1, and read what it wrote"
     assert stable(text) == path.read_text(encoding="utf-8"), "if the change is meant, run with TGB_ACCEPT=1"
+
+
+class Ops(TorchDispatchMode):
+    """The operations that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))

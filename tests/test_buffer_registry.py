@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from graph_harness import compiled
-from torch.utils._python_dispatch import TorchDispatchMode
+from graph_harness import Ops, compiled
 
 import torch_graph_backend as tgb
 from torch_graph_backend import registry
@@ -231,16 +230,6 @@ def test_launches_do_not_grow_with_the_slots(policy: str) -> None:
         assert found.expect(fill_launches=counts[0])
         assert found.to_dict()["fill_launches"] == found.by_graph[0].to_dict()["fill_launches"] == counts[0]
     assert counts[0] == counts[1] == len(SIZES) * (1 if policy == "KEEP_PAD" else 2)
-
-
-class Ops(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def test_a_real_size_seen_before_makes_no_tensor() -> None:

@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 import torch_graph_backend as tgb
 from torch_graph_backend.plan import Plan
 
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="PyTorch without distributed")
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="needs a PyTorch built with torch.distributed")
 
 H = 8
 LADDER = {"buckets": [4, 8, 12], "min_segment_kernels": 1}

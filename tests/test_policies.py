@@ -12,9 +12,9 @@ import itertools
 import pytest
 import sympy
 import torch
+from graph_harness import Ops
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_graph_backend as tgb
 from torch_graph_backend import slots as slots_room
@@ -146,18 +146,6 @@ def test_a_slot_without_a_padded_size_is_all_real(policy: P) -> None:
 
 
 # -- launches ----------------------------------------------------------------------------------------------------------
-
-
-class Ops(TorchDispatchMode):
-    """The operations that run inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture(params=["one by one", "one kernel"])

@@ -19,25 +19,12 @@ from typing import Any
 import torch
 import torch._dynamo
 import transformers
+from startup import llama
 
 import torch_graph_backend as tgb
 
 #: Name -> (batch, length), each padded to the bucket of (4, 16) or (8, 1).
 CALLS = {"prefill": (3, 13), "decode": (7, 1)}
-
-
-def llama(layers: int, hidden: int) -> Any:
-    config = transformers.LlamaConfig(
-        vocab_size=512,
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-    )
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(config).eval()
 
 
 def median_ms(model: Any, option: str, shape: tuple[int, int], calls: int) -> tuple[float, tgb.Stats]:
@@ -65,7 +52,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=20)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    model = llama(options.layers, options.hidden)
+    model = llama(options.layers, options.hidden, 512)
     rows = []
     for name, shape in CALLS.items():
         plain, off = median_ms(model, "off", shape, options.calls)

@@ -25,7 +25,6 @@ import os
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from typing import Any
 
 import torch
 import torch._dynamo
-from cuda_decoder import Setting, clean, decoder, hidden, milliseconds, relative, reserved, synchronise
+from cuda_decoder import Setting, clean, decoder, guarded, hidden, milliseconds, relative, reserved, synchronise
 
 import torch_graph_backend as tgb
 
@@ -144,16 +143,6 @@ def compiled(fast: Any) -> dict[str, Any]:
         "calls": stats.calls,
         "eager": dict(stats.eager),
     }
-
-
-def guarded(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    start = time.perf_counter()
-    try:
-        found = work()
-    except Exception as error:
-        traceback.print_exc()
-        found = {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
-    return {**found, "part_seconds": time.perf_counter() - start}
 
 
 def show(result: dict[str, Any]) -> None:

@@ -27,9 +27,9 @@ import torch_graph_backend as tgb
 COLUMNS = ("layers", "graphs", "dynamo", "total", "normalise", "plan", "record", "all but normalise")
 
 
-def llama(layers: int, hidden: int) -> Any:
+def llama(layers: int, hidden: int, vocabulary: int = 128) -> Any:
     config = transformers.LlamaConfig(
-        vocab_size=128,
+        vocab_size=vocabulary,
         hidden_size=hidden,
         intermediate_size=2 * hidden,
         num_hidden_layers=layers,

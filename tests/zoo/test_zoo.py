@@ -103,8 +103,8 @@ def test_unmarked(name: str, dynamic: bool | None) -> None:
 def test_shapes(name: str) -> None:
     """Would catch a case that no longer tests what it says: at least six shapes, out of order, one of them twice."""
     case = ZOO[name]
-    if case.needs not in (None, "cuda") and case.missing():
-        pytest.skip("needs its package")
+    if case.needs not in (None, "cuda") and (why := case.missing()):
+        pytest.skip(why)
     shapes: list[Any] = [tuple(t.shape for t in tensors(args)) for args in case.arguments()]
     assert len(set(shapes)) >= 6
     assert shapes != sorted(shapes)
