@@ -52,6 +52,7 @@ __all__ = [
     "cpp_compiler_error",
     "cuda_alias",
     "cuda_bytes",
+    "current_raw_stream",
     "data_ptrs_equal",
     "destroy_library",
     "dispatch_mode_active",
@@ -110,6 +111,12 @@ def clear_cublas_workspaces() -> None:
 
 def _index(device: torch.device) -> int:
     return device.index if device.index is not None else torch.cuda.current_device()
+
+
+def current_raw_stream(device: torch.device) -> int:
+    """The current stream of a CUDA device, as the number that CUDA knows it by. (``torch.cuda.current_stream`` makes
+    an object: four times the cost.)"""
+    return int(torch._C._cuda_getCurrentRawStream(_index(device)))
 
 
 def end_allocate_to_pool(device: torch.device, pool: Any) -> None:

@@ -13,7 +13,8 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -161,14 +162,26 @@ def test_the_same_addresses_are_copied_to_the_device_once() -> None:
     pair = Pair((N, 4), torch.float32, False, 0)
     sources = [[pair.source({N: 3}, seed, 0)] for seed in range(3)]
     filler = fused([pair.buffers[1]], [window((N, 4))], {N: 3}, [(4, 1)])
-    made = []
-    real_addresses = filler._addresses
-    filler._addresses = lambda pointers: made.append(pointers) or real_addresses(pointers)
+    sends = []
     for i in (0, 1, 0, 2, 1, 0):
-        filler.fill(sources[i])
+        with counted(filler) as sent:
+            filler.fill(sources[i])
         assert torch.equal(pair.buffers[1][:3], sources[i][0])
         assert torch.equal(pair.buffers[1][3:], sources[i][0][:1].expand(3, 4))
-    assert len(made) == 3
+        sends.append(len(sent))
+    assert sends == [2, 1, 0, 1, 0, 0]  # the table and an address, then addresses, and nothing for one seen before
+
+
+@contextmanager
+def counted(filler: Any) -> Iterator[list[Any]]:
+    """The targets of the copies to the device inside."""
+    sent: list[Any] = []
+    real = filler._send
+    filler._send = lambda target, words: sent.append(target) or real(target, words)
+    try:
+        yield sent
+    finally:
+        filler._send = real
 
 
 @inside
@@ -196,17 +209,111 @@ def test_few_jobs_are_copied_where_addresses_never_come_again(monkeypatch: pytes
 
 @inside
 def test_more_addresses_than_are_kept() -> None:
-    """They are copied anew at each call, and still right."""
+    """A further one takes the place of the one that came first, which is copied anew when it comes back. No memory of
+    the device is asked for again."""
     from torch_graph_backend.recorders.fill_triton import KNOWN
 
     pair = Pair((N, 4), torch.float32, False, 0)
     sources = [[pair.source({N: 3}, seed, 0)] for seed in range(KNOWN + 3)]
     filler = fused([pair.buffers[1]], [window((N, 4))], {N: 3}, [(4, 1)])
+    filler.fill(sources[0])
+    memory, rows = filler.memory, {row.data_ptr() for row in filler.rows}
     order = [*range(KNOWN + 3), *random.Random(0).sample(range(KNOWN + 3), KNOWN)]
     for i in order:
         filler.fill(sources[i])
         assert torch.equal(pair.buffers[1][:3], sources[i][0])
     assert len(filler.known) == KNOWN
+    assert filler.memory is memory
+    assert {row.data_ptr() for row in filler.known.values()} == rows
+    with counted(filler) as sent:
+        filler.fill(sources[order[-1]])
+        filler.fill(next(s for s in sources if (s[0].data_ptr(),) not in filler.known))
+    assert len(sent) == 1
+
+
+@inside
+def test_an_address_that_could_not_be_sent_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory runs out while the table, or an address, is put on the device: the next fill does it again."""
+    pair = Pair((N, 4), torch.float32, False, 0)
+    sources = [[pair.source({N: 3}, seed, 0)] for seed in range(3)]
+    filler = fused([pair.buffers[1]], [window((N, 4))], {N: 3}, [(4, 1)])
+    real = filler._send
+    for k, source in enumerate(sources):
+        with monkeypatch.context() as patch:
+
+            def out_of_memory(*_: Any) -> None:
+                raise torch.OutOfMemoryError("injected")
+
+            patch.setattr(filler, "_send", out_of_memory)
+            with pytest.raises(torch.OutOfMemoryError):
+                filler.fill(source)
+        assert filler._send == real
+        assert len(filler.known) == k
+        filler.fill(source)
+        assert torch.equal(pair.buffers[1][:3], source[0])
+
+
+@inside
+def test_sources_that_are_not_as_the_table_says_are_copied() -> None:
+    """Another layout, another dtype, values that are not the bits in memory (a lazy conjugate or negative): the plain
+    copies know what they mean."""
+    for dtype, spoil in [
+        (torch.float32, lambda t: t.repeat(1, 2)[:, ::2]),
+        (torch.float32, lambda t: t.t().contiguous().t()),
+        (torch.float32, lambda t: t.double()),
+        (torch.float32, torch._neg_view),
+        (torch.complex64, lambda t: (t + 1j).conj()),
+    ]:
+        pair = Pair((N, 4), dtype, False, 0)
+        source = spoil(pair.source({N: 3}, 1, 0))
+        filler = fused([pair.buffers[1]], [window((N, 4))], {N: 3}, [(4, 1)])
+        for _ in range(3):
+            filler.fill([source])
+            assert torch.equal(pair.buffers[1][:3], source.to(dtype).resolve_conj().resolve_neg())
+            assert filler.launches == filler.plain().launches > 1
+
+
+@inside
+def test_a_kernel_that_does_not_run_is_found_out_once(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """Triton needs a C compiler of the user, which may be missing: grouped copies then, and one line in the log."""
+    from torch_graph_backend.recorders import fill_triton
+
+    monkeypatch.setattr(fill_choice, "ENABLED", True)
+    monkeypatch.setattr(fill_choice, "DEVICES", {"cuda", "cpu"})
+    buffers = [torch.zeros(6, 4, device=DEVICE) for _ in range(2)]
+    fill_triton.failure.cache_clear()
+    assert fill_choice.fusable(buffers)
+    for broken, text in ((None, "is not subscriptable"), (_Nothing(), "wrong values")):
+        fill_triton.failure.cache_clear()
+        caplog.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(fill_triton, "fill_kernel", broken)
+            assert not fill_choice.fusable(buffers)
+            assert not fill_choice.fusable(buffers)
+        assert [text in r.getMessage() for r in caplog.records] == [True]
+        assert not fill_choice.fusable(buffers)
+    fill_triton.failure.cache_clear()
+
+
+class _Nothing:
+    """A kernel that does nothing."""
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return lambda *_: None
+
+
+@inside
+def test_where_the_kernel_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is as shipped; and wherever buffers are not on one device of a kind that it runs on."""
+    buffers = [torch.zeros(6, 4, device=DEVICE) for _ in range(2)]
+    monkeypatch.setattr(fill_choice, "DEVICES", {DEVICE.type})
+    assert fill_choice.fusable(buffers) is fill_choice.ENABLED
+    monkeypatch.setattr(fill_choice, "ENABLED", True)
+    assert fill_choice.fusable(buffers)
+    assert not fill_choice.fusable([*buffers, torch.zeros(6, 4, device="meta")])
+    assert not fill_choice.fusable([])
+    monkeypatch.setattr(fill_choice, "DEVICES", {"another"})
+    assert not fill_choice.fusable(buffers)
 
 
 @inside
@@ -226,6 +333,12 @@ def test_no_size_compiles_anew() -> None:
     from torch_graph_backend.recorders.fill_triton import fill_kernel
 
     if INTERPRETED:
+        for jobs in range(1, 6):  # Triton compiles anew for an address that 16 does not divide
+            pairs = [Pair((N, 3), torch.int16, False, 0) for _ in range(jobs)]
+            filler = fused([p.buffers[1] for p in pairs], [window((N, 3))] * jobs, {N: 3}, [(3, 1)] * jobs)
+            filler.fill([p.source({N: 3}, 0, 0) for p in pairs])
+            places = [t.storage_offset() for t in (filler.table, filler.blocks, *filler.rows)]
+            assert not any(at % 2 for at in places)
         assert fill_kernel.arg_names == ["table", "sources", "blocks", "head", "columns", "block"]
         return
     compiled_before = None

@@ -79,7 +79,10 @@ class CudaRecorder(CaptureBackend):
     def can_run(self) -> Reason | None:
         if self._recording or torch.cuda.is_current_stream_capturing():
             return Reason("already-capturing")
-        return None
+        if torch.cuda.current_device() == self.device.index:
+            return None
+        with torch.cuda.device(self.device):  # replays are launched on the current stream of this device
+            return Reason("already-capturing") if torch.cuda.is_current_stream_capturing() else None
 
     def allocate(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         with torch.inference_mode(False), torch.no_grad():

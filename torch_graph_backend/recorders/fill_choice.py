@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 #: ``docs/bench/fill.json``; a test compares the two. (2 is the least that is measured.)
 FUSED_FROM: int | None = 2
 #: Off: on a GPU the kernel alone has run (the bench compares its bits), not yet a whole call that fills through it.
+#: ``python -m tests.bench.fill_check`` on a GPU says whether this line may say ``True``.
 ENABLED = False
+#: Kinds of devices that the kernel runs on (tests add the CPU, with Triton's interpreter).
+DEVICES = {"cuda"}
 
 
 def make_filler(
@@ -47,9 +50,10 @@ def make_filler(
 
 
 def fusable(buffers: Sequence[torch.Tensor]) -> bool:
-    """Whether these buffers are where the kernel can run: it is launched on the current device."""
-    if not ENABLED or any(b.device.type != "cuda" or b.device.index != torch.cuda.current_device() for b in buffers):
+    """Whether these buffers are where the kernel can run: all on one device, on which it was tried out."""
+    devices = {b.device for b in buffers}
+    if not ENABLED or len(devices) != 1 or not all(d.type in DEVICES for d in devices):
         return False
     from torch_graph_backend.recorders import fill_triton
 
-    return not fill_triton.missing()
+    return not fill_triton.missing() and not fill_triton.failure(next(iter(devices)))

@@ -4,22 +4,31 @@ Contract. The same result as a ``Filler`` of the same buffers, in one launch, wh
 real size decides is in a table on the device, made once: where a buffer lies, its sizes and strides, its real sizes,
 what its tail holds. A call adds the addresses of its sources. Addresses that were seen before are on the device
 already (a caching allocator hands out the same ones again and again); new ones are copied there, asynchronously, from
-pinned memory that is not reused. The kernel depends on no size, so no size compiles it anew.
+pinned memory. The kernel depends on no size, so no size compiles it anew.
 
 Bits are copied, never numbers: the kernel knows element sizes, no dtypes. Rows that are contiguous on both sides are
 moved in words of eight bytes.
+
+The kernel is launched on the device of the buffers, whatever device is current, and on its current stream (Triton takes
+both from torch when it launches). All device work is in ``fill``, so what orders the fills of one key on the device
+(``replay_session``: an event, when the caller changes streams) orders uploads too: a place on the device is used again
+for other addresses. A stream that captures gets plain copies: a launch would go on reading such a place.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import sympy
 import torch
 
+from torch_graph_backend.ledger import log
 from torch_graph_backend.passes.padding_tails import Tail
-from torch_graph_backend.slots import Filler, Sizes, Window
+from torch_graph_backend.passes.torch_api import current_raw_stream
+from torch_graph_backend.slots import Factor, Filler, Sizes, Window
 
 try:
     import triton
@@ -31,8 +40,10 @@ except ImportError:  # a CPU build of torch comes without it
 DIMS = 4
 #: Entries that one program moves.
 BLOCK = 1024
-#: Sets of source addresses that a frame keeps on the device.
+#: Sets of source addresses that a frame keeps on the device. A further one takes the place of the first.
 KNOWN = 16
+#: A size for the trial run.
+_ROWS = sympy.Symbol("rows", integer=True, positive=True)
 #: With fewer jobs than this, addresses are put on the device when they come the second time: where they never come
 #: again, grouped copies are faster (H200: 101 against 139 us with 2 slots, 268 against 141 with 10).
 UPLOAD_FROM = 8
@@ -100,11 +111,36 @@ def missing() -> str:
     return "triton is not installed" if triton is None else ""
 
 
+@functools.cache
+def failure(device: torch.device) -> str:
+    """Why the kernel does not run on a device; empty if it does. Asked once: it is compiled there (Triton needs a C
+    compiler for that, or files of its own), launched, and its result is looked at."""
+    buffer, source = (torch.full((n, 2), float(n), device=device) for n in (3, 2))
+    try:
+        filler = fused([buffer], [Window(((0, (Factor(3, _ROWS),)),))], {_ROWS: 2}, [(2, 1)])
+        assert filler is not None
+        filler.launch(filler.upload((source.data_ptr(),)))
+        wrong = "" if bool((buffer == 2.0).all()) else "it leaves wrong values"
+    except Exception as error:  # whatever Triton or a driver raises: grouped copies do the same
+        wrong = f"{type(error).__name__}: {error}"
+    if wrong:
+        log.warning("slots on %s are filled by grouped copies; the fill kernel does not run: %s", device, wrong)
+    return wrong
+
+
+def guard(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Makes a device the current one, where it is not: Triton launches on the current device."""
+    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
+
+
 class FusedFiller:
     """Fills buffers from sources of one real size, with one kernel. Made by ``fused``.
 
     ``rows``: the table. ``fixed``: addresses of jobs that no source of a call serves. ``wide``: jobs that move words
-    larger than their elements; a call whose source is not aligned to them is served by ``plain``.
+    larger than their elements; a call whose source is not aligned to them is served by a plain filler (``make`` makes
+    one), and so is one with sources that are not as ``expected`` (dtype and strides; admission compares them too).
     """
 
     def __init__(
@@ -114,61 +150,115 @@ class FusedFiller:
         fixed: dict[int, int],
         copied: Sequence[int],
         wide: Collection[int],
+        expected: Sequence[tuple[torch.dtype, Sequence[int]]],
         device: torch.device,
-        plain: Callable[[], Filler],
+        make: Callable[[], Filler],
     ) -> None:
-        self.real, self.copied, self.device, self.plain = real, tuple(copied), device, plain
-        self.fixed, self.wide, self.jobs = fixed, frozenset(wide), len(rows)
+        self.real, self.copied, self.device = real, tuple(copied), device
+        self.make, self.plain = make, functools.cache(make)
+        self.fixed, self.wide, self.jobs, self.expected = fixed, frozenset(wide), len(rows), tuple(expected)
         blocks = [(job, at) for job, row in enumerate(rows) for at in range(0, row[1], BLOCK)]
         self.grid = (len(blocks),)
-        self.table = self._placed(rows)
-        self.blocks = self._placed(blocks)
-        #: By the addresses of the sources; ``None``: not aligned.
+        self.table_words = _even([word for row in rows for word in row])
+        self.block_words = _even([word for block in blocks for word in block])
+        self.memory: torch.Tensor | None = None
+        #: The stream that the memory was used on last: it must not be given away while another one still reads it.
+        self.stream = 0
+        #: By the addresses of the sources: their place on the device; ``None``: this kernel does not serve them.
         self.known: dict[tuple[int, ...], torch.Tensor | None] = {}
+        self.places: list[tuple[int, ...] | None] = [None] * KNOWN
+        self.next = 0
         self.once: set[tuple[int, ...]] = set()
         #: Operations of the last fill.
         self.launches = 1
-
-    def _placed(self, values: Sequence[Any]) -> torch.Tensor:
-        with torch.inference_mode(False), torch.no_grad():
-            return torch.tensor(values, dtype=torch.int64, device=self.device)
 
     def fill(self, sources: Sequence[torch.Tensor], between: Callable[[], None] | None = None) -> None:
         """As ``Filler.fill``; ``between`` runs first: the kernel reads what it writes."""
         if between is not None:
             between()
-        pointers = tuple([sources[i].data_ptr() for i in self.copied])
-        addresses = self.known[pointers] if pointers in self.known else self._met(pointers)
-        if addresses is None:
-            self.plain().fill(sources)
-            self.launches = self.plain().launches
-            return
-        self.launches = 1
+        with guard(self.device):
+            addresses = None
+            capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+            if not capturing:
+                pointers = tuple([sources[i].data_ptr() for i in self.copied])
+                addresses = self.known[pointers] if pointers in self.known else self._met(pointers, sources)
+            if addresses is not None:
+                self.launches = 1
+                self.launch(addresses)
+                return
+            # What a plain filler makes inside a capture is the capture's: not to be kept.
+            plain = self.make() if capturing else self.plain()
+            plain.fill(sources)
+            self.launches = plain.launches
+
+    def launch(self, addresses: torch.Tensor) -> None:
+        """One kernel on the current stream of the current device, which is that of the buffers."""
+        assert self.memory is not None
+        if self.device.type == "cuda" and (stream := current_raw_stream(self.device)) != self.stream:
+            self.stream = stream
+            self.memory.record_stream(torch.cuda.current_stream(self.device))
         if self.grid[0]:
             fill_kernel[self.grid](self.table, addresses, self.blocks, HEAD, COLUMNS, BLOCK)
 
-    def _met(self, pointers: tuple[int, ...]) -> torch.Tensor | None:
+    def _met(self, pointers: tuple[int, ...], sources: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """Source addresses that the device does not have: put there, unless they may never come again."""
         if self.jobs < UPLOAD_FROM and pointers not in self.once:
             if len(self.once) >= 16 * KNOWN:
                 self.once.clear()
             self.once.add(pointers)
             return None
-        return self._addresses(pointers)
+        if not all(self._serves(sources[i], *what) for i, what in zip(self.copied, self.expected, strict=True)):
+            return None
+        return self.upload(pointers)
 
-    def _addresses(self, pointers: tuple[int, ...]) -> torch.Tensor | None:
-        """Source addresses by job, on the device."""
-        row = [0] * self.jobs
+    def _serves(self, source: torch.Tensor, dtype: torch.dtype, strides: Sequence[int]) -> bool:
+        """Whether the bits at a source's address are its values, laid out as the table says."""
+        laid = all(n <= 1 or a == b for n, a, b in zip(source.shape, source.stride(), strides, strict=True))
+        here = source.device == self.device and source.dtype is dtype
+        return laid and here and not (source.is_conj() or source.is_neg())
+
+    def upload(self, pointers: tuple[int, ...]) -> torch.Tensor | None:
+        """Source addresses by job, on the device, in the place of those that came first; ``None``: not aligned."""
+        if self.memory is None:
+            self._place()
+        row = [0] * (self.jobs + self.jobs % 2)
         for job, pointer in (*zip(self.copied, pointers, strict=True), *self.fixed.items()):
             row[job] = pointer
+        if (before := self.places[self.next]) is not None:
+            self.known.pop(before, None)  # first: what follows may run out of memory
         made = None
         if not any(row[job] % 8 for job in self.wide):
-            with torch.inference_mode(False), torch.no_grad():
-                host = torch.tensor(row, dtype=torch.int64, pin_memory=self.device.type == "cuda")
-                made = host.to(self.device, non_blocking=True)
-        if len(self.known) < KNOWN:  # nothing is ever evicted: a kernel on another stream may still read it
-            self.known[pointers] = made
+            made = self.rows[self.next]
+            self._send(made, row)
+        self.places[self.next] = pointers
+        self.next = (self.next + 1) % KNOWN
+        self.known[pointers] = made
         return made
+
+    def _place(self) -> None:
+        """Everything that stays, in one piece of memory. Its parts begin at even words: Triton compiles anew for
+        addresses that 16 does not divide."""
+        words = [*self.table_words, *self.block_words]
+        width = self.jobs + self.jobs % 2
+        with torch.inference_mode(False), torch.no_grad():
+            memory = torch.empty(len(words) + KNOWN * width, dtype=torch.int64, device=self.device)
+            self.rows = [memory.narrow(0, len(words) + k * width, width) for k in range(KNOWN)]
+            self.table = memory.narrow(0, 0, len(self.table_words))
+            self.blocks = memory.narrow(0, len(self.table_words), len(self.block_words))
+        self._send(memory.narrow(0, 0, len(words)), words)
+        if self.device.type == "cuda":
+            self.stream = current_raw_stream(self.device)
+        self.memory = memory  # last: what came before may run out of memory
+
+    def _send(self, target: torch.Tensor, words: Sequence[int]) -> None:
+        """Copy to the device without waiting; torch keeps the pinned memory until that is done."""
+        with torch.inference_mode(False), torch.no_grad():
+            host = torch.tensor(words, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+            target.copy_(host, non_blocking=True)
+
+
+def _even(words: Sequence[int]) -> list[int]:
+    return [*words, *([0] * (len(words) % 2))]
 
 
 def fused(
@@ -202,14 +292,14 @@ def fused(
         fixed[len(rows)] = buffer.data_ptr()
         rows.append([buffer.data_ptr(), 1, 8, VALUE, number, *(v for _ in range(DIMS) for v in (1, 0, 0, 0))])
     copied = [i for i in range(len(buffers)) if i not in filled]
+    expected = [(buffers[i].dtype, tuple(strides[i])) for i in copied]
     if not rows:
         return None
 
-    @functools.cache
-    def plain() -> Filler:
+    def make() -> Filler:
         return Filler(buffers, windows, sizes, filled, tails, numbers)
 
-    return FusedFiller(real, rows, fixed, copied, wide - set(filled), buffers[0].device, plain)
+    return FusedFiller(real, rows, fixed, copied, wide - set(filled), expected, buffers[0].device, make)
 
 
 def _job(
