@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -293,6 +293,52 @@ def test_a_kernel_that_does_not_run_is_found_out_once(monkeypatch: pytest.Monkey
         assert [text in r.getMessage() for r in caplog.records] == [True]
         assert not fill_choice.fusable(buffers)
     fill_triton.failure.cache_clear()
+
+
+@inside
+def test_everything_happens_on_the_device_of_the_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trial run, uploads, launches and plain copies: Triton takes whatever device is current."""
+    from torch_graph_backend.recorders import fill_triton
+
+    inside_of: list[torch.device] = []
+    kernel, outside = fill_triton.fill_kernel, []
+
+    @contextmanager
+    def guard(device: torch.device) -> Iterator[None]:
+        inside_of.append(device)
+        yield
+        inside_of.pop()
+
+    class Watched:
+        def __getitem__(self, grid: Any) -> Callable[..., Any]:
+            outside.append(not inside_of)
+            return kernel[grid]
+
+    monkeypatch.setattr(fill_triton, "fill_kernel", Watched())
+    monkeypatch.setattr(fill_triton, "guard", guard)
+    fill_triton.failure.cache_clear()
+    assert fill_triton.failure(DEVICE) == ""
+    pair = Pair((N, 4), torch.float32, False, 0)
+    filler = fused([pair.buffers[1]], [window((N, 4))], {N: 3}, [(4, 1)])
+    send, plain = filler._send, filler.make()
+    monkeypatch.setattr(filler, "_send", lambda *a: outside.append(not inside_of) or send(*a))
+    monkeypatch.setattr(filler, "plain", lambda: outside.append(not inside_of) or plain)
+    for odd in (0, 0, 1):
+        filler.fill([pair.source({N: 3}, 1, odd)])
+    assert outside
+    assert not any(outside)
+
+
+def test_the_guard_changes_the_device_where_it_must(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch_graph_backend.recorders.fill_triton import guard
+
+    entered: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda d: entered.append(d) or nullcontext())
+    for name in ("cpu", "cuda:0", "cuda:1", "cuda:0"):
+        with guard(torch.device(name)):
+            pass
+    assert entered == [torch.device("cuda", 1)]
 
 
 class _Nothing:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 #: ``docs/bench/fill.json``; a test compares the two. (2 is the least that is measured.)
 FUSED_FROM: int | None = 2
 #: Off: on a GPU the kernel alone has run (the bench compares its bits), not yet a whole call that fills through it.
-#: ``python -m tests.bench.fill_check`` on a GPU says whether this line may say ``True``.
+#: ``python tests/bench/fill_check.py`` on a GPU says whether this line may say ``True``.
 ENABLED = False
 #: Kinds of devices that the kernel runs on (tests add the CPU, with Triton's interpreter).
 DEVICES = {"cuda"}

@@ -119,7 +119,8 @@ def failure(device: torch.device) -> str:
     try:
         filler = fused([buffer], [Window(((0, (Factor(3, _ROWS),)),))], {_ROWS: 2}, [(2, 1)])
         assert filler is not None
-        filler.launch(filler.upload((source.data_ptr(),)))
+        with guard(device):
+            filler.launch(filler.upload((source.data_ptr(),)))
         wrong = "" if bool((buffer == 2.0).all()) else "it leaves wrong values"
     except Exception as error:  # whatever Triton or a driver raises: grouped copies do the same
         wrong = f"{type(error).__name__}: {error}"
@@ -191,9 +192,10 @@ class FusedFiller:
             plain.fill(sources)
             self.launches = plain.launches
 
-    def launch(self, addresses: torch.Tensor) -> None:
+    def launch(self, addresses: torch.Tensor | None) -> None:
         """One kernel on the current stream of the current device, which is that of the buffers."""
         assert self.memory is not None
+        assert addresses is not None
         if self.device.type == "cuda" and (stream := current_raw_stream(self.device)) != self.stream:
             self.stream = stream
             self.memory.record_stream(torch.cuda.current_stream(self.device))
