@@ -191,6 +191,130 @@ def test_the_state_of_the_process_counts() -> None:
         assert answer.code == "disabled"
 
 
+def slotted(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x @ x.new_ones(4, 4)) + y
+
+
+def never(*_: Any) -> Any:
+    raise AssertionError("a function of the user's was called")
+
+
+def test_a_source_fn_leaves_a_doubt() -> None:
+    """It is not called: what is against a replay in any case is told, the rest is unknown, and the call says why."""
+    answers: list[Any] = []
+
+    def source(given: Any) -> Any:
+        return never() if asking else answers[-1](given)
+
+    asking = False
+    with compiled(slotted, dynamic=True, buckets=[8], slots={"y": {"source_fn": source}}) as g:
+        answers.append(lambda given: given["x"] * 2)
+        told = []
+        for n in (5, 5, 6, 6, 9):
+            asking = True
+            before = state(g)
+            told.append(tgb.would_replay(g, torch.randn(n, 4), torch.randn(n, 4)))
+            assert state(g) == before
+            asking = False
+            g(torch.randn(n, 4), torch.randn(n, 4))
+        assert [a.code for a in told] == ["not-recorded"] * 2 + ["unknown"] * 2 + ["beyond-largest-bucket"]
+        assert "slot 'y': source_fn" in told[2].text
+        answers.append(lambda _: None)  # why it is a doubt
+        asking = True
+        answer = tgb.would_replay(g, torch.randn(5, 4), torch.randn(5, 4))
+        asking = False
+        assert answer is not None
+        assert answer.code == "unknown"
+        with pytest.raises(tgb.errors.SlotError):
+            g(torch.randn(5, 4), torch.randn(5, 4))
+
+
+def test_computed_slots_leave_no_doubt() -> None:
+    """Neither those written in place nor those that eager code reads too; the argument itself does not matter."""
+
+    def sorts(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return slotted(x, y) + torch.sort(y, 0).values
+
+    for f in (slotted, sorts):
+        asking = False
+
+        def post_fill(rows: torch.Tensor, given: Any) -> None:
+            if asking:  # noqa: B023 (called inside of this round)
+                never()
+            rows.copy_(given["x"] + 1)
+
+        slots = {"y": {"copy_from_fb": False, "post_fill": post_fill}}
+        with compiled(f, dynamic=True, buckets=[8], slots=slots) as g:
+            for k, n in enumerate((5, 5, 6, 3)):
+                args = torch.randn(n, 4), torch.randn(n, 4)
+                asking = True
+                answer = tgb.would_replay(g, *args)
+                asking = False
+                before = tgb.stats(g)
+                torch.testing.assert_close(g(*args), f(args[0], args[0] + 1))
+                assert ((tgb.stats(g) - before).recordings == 0) == (answer is None or k == 0)
+                assert (answer is None) == (k > 1)
+
+
+def test_gradients_of_an_argument_that_is_replaced() -> None:
+    """A call does not see them: ``post_fill`` writes into a tensor of its own."""
+
+    def sorts(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return slotted(x, y) + torch.sort(y, 0).values
+
+    slots = {"y": {"copy_from_fb": False, "post_fill": lambda rows, given: rows.copy_(given["x"] + 1)}}
+    with compiled(sorts, dynamic=True, buckets=[8], slots=slots) as g, torch.enable_grad():
+        told = []
+        for needs in (False, False, False, True, True, True):
+            args = torch.randn(5, 4), torch.randn(5, 4, requires_grad=needs)
+            told.append(tgb.would_replay(g, *args))
+            before = tgb.stats(g)
+            g(*args)
+            found = tgb.stats(g) - before
+            assert (found.replays == 1 and found.recordings == 0) == (told[-1] is None)
+        assert told[-1] is None
+
+
+def test_a_changed_argument_that_overlaps_one_that_is_replaced() -> None:
+    """Where the argument of a replaced slot lies does not matter: the call has it elsewhere."""
+
+    def f(x: torch.Tensor, y: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+        cache.add_(1)
+        return slotted(x, y) + torch.sort(y, 0).values
+
+    slots = {"y": {"copy_from_fb": False, "post_fill": lambda rows, given: rows.copy_(given["x"] + 1)}}
+    memory = torch.zeros(8, 4)
+    with compiled(f, dynamic=True, buckets=[8], slots=slots) as g:
+        for _ in range(3):
+            g(torch.randn(5, 4), torch.randn(5, 4), memory)
+        for other in (torch.randn(5, 4), memory[:5]):
+            assert agrees(g, torch.randn(5, 4), other, memory) == ""
+        assert agrees(g, memory[:5], torch.randn(5, 4), memory) == "aliased-inputs"
+
+
+def test_a_slice_fn_that_was_not_asked_at_this_size() -> None:
+    """It is called once for each real size: until then it may refuse the call."""
+    asking = False
+
+    def rows_of(buffer: torch.Tensor, bs: int, tokens: int) -> torch.Tensor:
+        return never() if asking else buffer[:bs] if bs != 7 else buffer[1 : bs + 1]
+
+    with compiled(slotted, dynamic=True, buckets=[8], slots={"y": {"slice_fn": rows_of}}) as g:
+        told = []
+        for n in (5, 5, 5, 5, 6, 6):
+            asking = True
+            answer = tgb.would_replay(g, torch.randn(n, 4), torch.randn(n, 4))
+            asking = False
+            told.append("" if answer is None else answer.code)
+            g(torch.randn(n, 4), torch.randn(n, 4))
+        assert told == ["not-recorded", "not-recorded", "", "", "unknown", ""]
+        answer = tgb.would_replay(g, torch.randn(7, 4), torch.randn(7, 4))
+        assert answer is not None
+        assert "slice_fn has not been asked" in answer.text
+        with pytest.raises(tgb.errors.SlotError):
+            g(torch.randn(7, 4), torch.randn(7, 4))
+
+
 def test_gradients() -> None:
     g = torch.compile(Model(), backend="bcg")
     g(rows(3))

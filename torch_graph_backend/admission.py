@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -202,15 +202,15 @@ class Inputs:
     def _differs(self, code: str, arg: int, got: Any, expected: Any) -> Reason:
         return Reason(code, f"{self.plan.placeholders[arg]} has {got}, the graph was compiled for {expected}")
 
-    def alias_reason(self, args: Sequence[Any], sizes: tuple[int, ...]) -> Reason | None:
+    def alias_reason(self, args: Sequence[Any], sizes: tuple[int, ...], skip: Collection[int] = ()) -> Reason | None:
         """An argument that the graph changes must not overlap any other (Dynamo does not guard overlaps).
 
-        The answer is kept while all addresses and sizes stay the same.
+        The answer is kept while all addresses and sizes stay the same. ``skip``: arguments that lie nowhere yet.
         """
         if not self.written:
             return None
         which = [
-            i for i in self.specs if not hasattr(args[i], "__tensor_flatten__")
+            i for i in self.specs if i not in skip and not hasattr(args[i], "__tensor_flatten__")
         ]  # those have no memory of their own
         key = (sizes, tuple([args[i].data_ptr() for i in which]))
         if key != self.aliases[0]:

@@ -210,6 +210,27 @@ class BufferRegistry:
         """The same of the slots that a recording would have computed in place: for a call that runs eagerly."""
         return self._replaced(args, self.computed)
 
+    def stand_ins(self, args: Sequence[Any]) -> list[Any]:
+        """``args`` as ``would_replay`` sees them: without calling anything of the user's. A value that does not come
+        from the caller has the argument's shape, dtype, device and strides, and no gradient of it."""
+        out = list(args)
+        for i in self.sourced:
+            if isinstance(out[i], torch.Tensor) and out[i].requires_grad:
+                out[i] = out[i].detach()
+        return out
+
+    def untold(self, plan: Plan, seen: bool) -> Reason | None:
+        """Why it cannot be told, without calling functions of the user's, whether a call would replay that nothing else
+        is against. ``seen``: this real size was replayed, and ``slice_fn`` agreed."""
+        for i, slot in self.sourced.items():
+            if slot.source_fn is not None:
+                return _untold(slot, "source_fn gives its value, and may refuse the call")
+            if i in plan.pinned:
+                return _untold(slot, "segments change it in place, and each call has it elsewhere")
+        slices = (s for p in plan.slots if (s := self.declared.get(p.arg)) is not None and s.slice_fn is not None)
+        found = None if seen else next(slices, None)
+        return None if found is None else _untold(found, "slice_fn has not been asked for the rows of this size")
+
     def _replaced(self, args: Sequence[Any], slots: Mapping[int, GraphSlot]) -> list[Any]:
         given, out = Arguments(self.index, args), list(args)
         for i, slot in slots.items():
@@ -249,6 +270,10 @@ class BufferRegistry:
                 post_fill(rows, given)
 
         return fill
+
+
+def _untold(slot: GraphSlot, text: str) -> Reason:
+    return Reason("unknown", f"slot {slot.name!r}: {text}", fix="make the call, or leave the function out")
 
 
 def _checked(name: str, found: Any, argument: torch.Tensor) -> torch.Tensor:

@@ -135,6 +135,7 @@ class CompiledGraph:
 
     def replay_reason(self, args: Sequence[Any]) -> Reason | None:
         """Why this call would not replay a recording; ``None`` if it would. Runs, counts and changes nothing."""
+        args = self.registry.stand_ins(args)
         reason = self.reason or grad_reason(args, self.turns_grad_on) or mode_reason(self.ambient)
         if reason is not None:
             return reason
@@ -148,7 +149,7 @@ class CompiledGraph:
         picked = self.keys.pick(sizes)
         if isinstance(picked, Reason):
             return picked
-        reason = self.inputs.slot_reason(args, sizes) or self.inputs.alias_reason(args, sizes)
+        reason = self.inputs.slot_reason(args, sizes) or self.inputs.alias_reason(args, sizes, self.registry.sourced)
         if reason is not None:
             return reason
         instance = self.instances.peek(list(args))
@@ -163,7 +164,7 @@ class CompiledGraph:
         moved = entry.moved(list(args))
         if moved:
             return Reason("not-recorded", f"{self.inputs.plan.placeholders[moved[0]]} moved since the recording")
-        return None
+        return self.registry.untold(entry.plan, sizes in entry.frames)
 
     def level(self) -> DeviceState | None:
         """The state that a call of this thread would use, as ``DeviceState.idle`` but without making one."""

@@ -7,6 +7,8 @@ How. Dynamo keeps, by code object, what it compiled and the guards of each. Eval
 reads of attributes, which is what a call does too. The entry whose guards hold tells the graph; the sources that Dynamo
 wrote down (``L['x']``, ``L['self']._parameters['weight']``) tell which object each argument of the graph is. A frame
 with a graph break, a function around the compiled one, hooks and several backends on one code are not followed.
+Functions of declared slots (``source_fn``, ``post_fill``, ``slice_fn``) are the user's, and not called either:
+``BufferRegistry.untold`` says which of them leave a doubt.
 """
 
 from __future__ import annotations
