@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import weakref
 from typing import Any
 
 import pytest
@@ -268,6 +269,51 @@ def test_a_function_has_its_graphs_behind_graph_breaks_too() -> None:
     tgb.stats(broken).expect(graphs=2, first_calls=2)
     tgb.stats(other).expect(graphs=2, first_calls=2)
     tgb.stats().expect(graphs=4)
+
+
+def test_weights_that_are_in_the_graph() -> None:
+    """Under Inductor's freezing a graph is given no weights, it holds them: each module still has its own graphs."""
+    from torch._inductor import config as inductor_config
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = torch.nn.Linear(4, 8)
+            self.register_buffer("shift", torch.ones(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.relu(self.up(x)) + self.shift
+
+    first, second, method = Net().eval(), Net().eval(), Net().eval()
+
+    def around(x: torch.Tensor) -> torch.Tensor:
+        return method(x) * 2
+
+    with inductor_config.patch(freezing=True), torch.no_grad():
+        calls = {}
+        for k, model in enumerate((first, second, around)):
+            fast = torch.compile(model, backend="bcg", dynamic=True)
+            for _ in range(k + 2):
+                x = torch.randn(5, 4)
+                torch.testing.assert_close(fast(x), model(x))
+            calls[model] = fast
+        for k, (model, fast) in enumerate(calls.items()):
+            for name in (model, fast):
+                tgb.stats(name).expect(graphs=1, calls=k + 2, first_calls=1, replays=k + 1)
+                assert len(tgb.explain(name).graphs) == 1
+                assert not tgb.explain(name).ran
+        tgb.stats(method).expect(graphs=1, calls=4)
+        tgb.stats().expect(graphs=3, calls=9)
+        tgb.close(first)
+        for model, fast in calls.items():
+            before = tgb.stats(model)
+            fast(torch.randn(5, 4))
+            assert ((tgb.stats(model) - before).replays == 0) == (model is first)
+    gone = weakref.ref(second.up.weight)
+    del calls, model, fast, name, second
+    torch._dynamo.reset()
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_graph_goes_when_dynamo_drops_it() -> None:

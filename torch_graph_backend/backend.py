@@ -53,7 +53,8 @@ def bcg(
     reset_with_dynamo(bcg)
     graph = _Compiler(gm, _name(gm, codes), config).compile()
     debug.dump(graph)
-    registry.remember(graph, codes, [t for t in example_inputs if isinstance(t, torch.Tensor)])
+    given = (*example_inputs, *gm.parameters(), *gm.buffers())  # under Inductor's freezing weights are in the graph
+    registry.remember(graph, codes, [t for t in given if isinstance(t, torch.Tensor)])
     if config.strict and graph.reason is not None:
         raise StrictModeError(_with_line(graph, graph.reason), graph.name)
     reason = _left_eager(graph)

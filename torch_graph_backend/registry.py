@@ -1,7 +1,8 @@
 """Which compiled graphs exist, and which belong to a model. Weak: it keeps neither graphs nor models alive.
 
 A string backend is never told which model it compiles. A graph belongs to a module if it was given one of the module's
-parameters or buffers, or if its code is the module's ``forward``; to a function if its code is the function's.
+parameters or buffers, or holds one, or if its code is the module's ``forward``; to a function if its code is the
+function's.
 
 Dynamo makes at most ``recompile_limit`` graphs of one code object, of all instances of a class together; what needs
 another one then runs without any backend, and no count of ours sees it. So reaching the limit is noted here.
@@ -30,7 +31,7 @@ _at_limit: dict[CodeType, str] = {}
 
 
 def remember(graph: CompiledGraph, codes: Sequence[CodeType], weights: Sequence[torch.Tensor]) -> None:
-    """Note a compiled graph, the code it was traced from (outermost first) and the weights it was given."""
+    """Note a compiled graph, the code it was traced from (outermost first) and the weights it was given, or holds."""
     _graphs[:] = [g for g in _graphs if g[0]() is not None]
     _graphs.append((weakref.ref(graph), tuple(codes), [weakref.ref(w) for w in weights]))
     if codes:
