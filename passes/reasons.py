@@ -42,6 +42,8 @@ CODES: dict[str, str] = {
     "inductor-unsuitable": "Inductor's assumptions do not hold for a segment of a small key",
     "inductor-time": "the seconds that compiling a graph may take are used up",
     "inductor-unavailable": "Inductor has no compiler here",
+    # segment codes: the segment is captured, and was not tried out
+    "not-audited": "a segment of an audited call could not be tried out",
     # graph codes
     "normalise-failed": "the graph could not be normalised and runs as it came",
     "nothing-to-capture": "no operation of this graph can be captured",
@@ -99,6 +101,7 @@ FIXES: dict[str, str] = {
     "inductor-unsuitable": "nothing to do: plain kernels are recorded",
     "inductor-time": "raise inductor_seconds, or record ahead with tgb.capture",
     "inductor-unavailable": "install a C++ compiler (CPU) or Triton (CUDA), or set inductor='off'",
+    "not-audited": "nothing to do: what was declared is relied on; or take it back",
     "normalise-failed": "change what the text names; report an unexpected error with its traceback",
     "nothing-to-capture": "see the reasons of its operations in tgb.explain",
     "metadata-mutation": "write x = x.squeeze(0) for x.squeeze_(0)",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import torch_graph_backend as tgb
 from torch_graph_backend import registry
+from torch_graph_backend.audit_trial import Trial
 from torch_graph_backend.config import Config
 from torch_graph_backend.errors import BadOption
 from torch_graph_backend.passes.padding_rules_declared import DECLARED, PROMISED
@@ -270,6 +271,72 @@ def test_what_is_not_deterministic_is_no_leak(device: str) -> None:
         check(fast, net, other, tokens(n, device))
     assert tgb.stats(net).audits == 2
     assert not tgb.stats(net).audit_failures
+
+
+@pytest.mark.parametrize("where", ["before", "in the middle", "unknown place", "no fill runs"])
+def test_segments_that_could_not_be_tried_are_no_audits(
+    device: str, where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are counted apart, with the reason; the call's answer and its effects are those of one call."""
+    tgb.declare_row_local(scaled)
+    net, other = pair(scaled, device)
+    fast = torch.compile(net, backend="bcg", options={"buckets": [8], "audit": "every:1"}, dynamic=True)
+    real, made = Trial.__init__, Trial.attempt
+    first: set[int] = set()
+
+    def start(self: Trial, *args: Any) -> None:
+        real(self, *args)
+        first.add(self.step.index)
+        if where == "unknown place" and self.step.index == min(first):
+            self.possible = False
+        if where == "before" and self.step.index == min(first):
+            raise torch.OutOfMemoryError("injected")
+
+    def attempt(self: Trial, how: str = "") -> Any:
+        found = made(self, how)
+        if self.step.index == min(first) and how:
+            if where == "in the middle":
+                raise torch.OutOfMemoryError("injected")
+            if where == "no fill runs" and how != "real size":
+                raise ValueError("injected")
+        return found
+
+    monkeypatch.setattr(Trial, "__init__", start)
+    monkeypatch.setattr(Trial, "attempt", attempt)
+    if where == "no fill runs":
+        monkeypatch.setattr("torch_graph_backend.audit.jumps", lambda step, _: step.index == min(first))
+    for n in (5, 7, 6):
+        check(fast, net, other, tokens(n, device))
+    stats = tgb.stats(fast)
+    segments = len(next(p for p in tgb.plans(fast) if p.bucketed).segments)
+    stats.expect(audits=3 if segments > 1 else 0, unaudited=3, eager=0, replays=2)
+    (reason,) = stats.unaudited_reasons
+    assert reason.code == "not-audited"
+    words = {"unknown place": "the place of some padding", "no fill runs": "cannot run with other contents"}
+    assert words.get(where, "there was no memory for it") in reason.text
+    assert reason.where.startswith("test_audit.py")
+    assert f"audit     3 x {reason}" in str(stats)
+    assert stats.to_dict()["unaudited_reasons"] == {str(reason): 3}
+    assert stats.to_dict()["by_graph"][0]["unaudited"] == {str(reason): 3}
+    assert caplog.text.count("could not be tried") + caplog.text.count("not-audited") == 1
+    before = tgb.stats(fast)
+    check(fast, net, other, tokens(4, device))
+    assert (tgb.stats(fast) - before).unaudited == 1
+
+
+def test_a_call_of_which_nothing_could_be_tried(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no audit at all."""
+    net = nn.Sequential(nn.Linear(W, W), nn.ReLU(), nn.Linear(W, W)).to(device)
+    fast = torch.compile(net, backend="bcg", options={"buckets": [8], "audit": "every:1"}, dynamic=True)
+
+    def start(*_: Any) -> None:
+        raise MemoryError("injected")
+
+    monkeypatch.setattr(Trial, "__init__", start)
+    for n in (5, 7, 6):
+        x = tokens(n, device)
+        torch.testing.assert_close(fast(x), net(x), rtol=1e-4, atol=1e-5)
+    tgb.stats(net).expect(audits=0, unaudited=3, eager=0, replays=2)
 
 
 def test_two_padded_sizes_are_audited_each(device: str) -> None:

@@ -61,7 +61,8 @@ class Auditor:
 
 
 class Audit:
-    """One audited call. ``failed``: the operations that went wrong, by node; ``seconds`` spent on top of the call."""
+    """One audited call. ``failed``: the operations that went wrong, by node; ``tried``: how many segments were,
+    ``untried``: why others could not be; ``seconds`` spent on top of the call."""
 
     def __init__(self, auditor: Auditor, entry: Entry, sizes: tuple[int, ...], args: Sequence[Any]) -> None:
         self.entry, self.sizes, self.args = entry, sizes, args
@@ -69,6 +70,7 @@ class Audit:
         symbols = [s.symbol for s in entry.plan.bucketed]
         self.bounds = Bounds(nodes, auditor.layouts, symbols, entry.bucket)
         self.failed: dict[str, Reason] = {}
+        self.tried, self.untried = 0, list[Reason]()
         self.last: Trial | None = None
         self.seconds = 0.0
 
@@ -76,11 +78,21 @@ class Audit:
         """Try a segment out. ``None`` if it passes, and memory is as it was; else its outputs, with eager's answer."""
         start = time.perf_counter()
         try:
-            trial = self.last = self.trial(step, values, run)
-            failed = {} if trial is None else self.tried(trial)
-            if trial is None or not failed:
+            self.last = None
+            trial = self.trial(step, values, run)
+            if isinstance(trial, Trial):
+                self.last = trial
+                failed = self.try_out(trial)
+            else:
+                failed = trial
+            if isinstance(failed, Reason):
+                self.untried.append(failed)
+                return None
+            self.tried += 1
+            if not failed:
                 return None
             self.failed.update(failed)
+            assert isinstance(trial, Trial)
             return trial.settle()
         finally:
             self.seconds += time.perf_counter() - start
@@ -91,31 +103,34 @@ class Audit:
             self.last.empty_trash()
             self.last = None
 
-    def trial(self, step: CapturedSegment, values: dict[str, Any], run: Any) -> Trial | None:
-        """``None`` where there is no memory for it, or where the place of some padding is not known."""
+    def trial(self, step: CapturedSegment, values: dict[str, Any], run: Any) -> Trial | Reason:
+        """A reason where there is no memory for it, or where the place of some padding is not known."""
         try:
             made = Trial(self.entry, self.sizes, self.args, self.bounds, step, values, run)
         except (torch.OutOfMemoryError, MemoryError):
-            log.warning("no memory to audit segment %d of key %s", step.index, self.entry.key)
-            return None
-        if not made.possible:
-            log.debug("segment %d of key %s cannot be audited", step.index, self.entry.key)
-        return made if made.possible else None
+            return self.not_tried(step, "there was no memory for it")
+        return made if made.possible else self.not_tried(step, "the place of some padding in it is not known")
 
-    def tried(self, trial: Trial) -> dict[str, Reason]:
-        """The operations of a segment that went wrong; memory is as it was."""
+    def not_tried(self, step: CapturedSegment, why: str) -> Reason:
+        where = next((op.where for op in step.ops if op.where), "")
+        return Reason("not-audited", f"segment {step.index} of key {self.entry.key}: {why}", where)
+
+    def try_out(self, trial: Trial) -> dict[str, Reason] | Reason:
+        """The operations of a segment that went wrong, or why it could not be tried; memory is as it was."""
         try:
             how = self.fault(trial, jumps(trial.step, self.bounds.nodes))
+            if how is None:
+                return self.not_tried(trial.step, "it cannot run with other contents in its padded rows")
             return blame(trial, how) if how else {}
         except (torch.OutOfMemoryError, MemoryError):
-            log.warning("no memory to audit segment %d of key %s", trial.step.index, self.entry.key)
-            return {}
+            return self.not_tried(trial.step, "there was no memory for it")
         finally:
             trial.restore()
 
-    def fault(self, trial: Trial, jumping: bool) -> str:
-        """The first fill under which real rows or memory differ; empty if none does."""
+    def fault(self, trial: Trial, jumping: bool) -> str | None:
+        """The first fill under which real rows or memory differ; empty if none does; ``None`` if none could run."""
         base = trial.attempt()
+        ran = 0
         for how in ((TRASH_ROW,) if trial.trash else ()) + FILLS:
             try:
                 seen = trial.attempt(how)
@@ -124,11 +139,12 @@ class Audit:
             except Exception as error:  # a value that can be in no padded row; it says nothing about leaks
                 log.debug("segment %d cannot run with %s in padded rows: %s", trial.step.index, how, error)
                 continue
+            ran += 1
             suspects = [k for k, (a, b) in enumerate(zip(base, seen, strict=True)) if not same(a, b)]
             if suspects and self.repeatable(trial, how, base, seen, suspects):
                 return how
         if jumping:
-            return ""
+            return "" if ran else None
         if trial.step.index in self.entry.compiled:
             base = trial.plain()  # how far Inductor's rounding is from that of plain kernels is no matter of padding
         real = trial.attempt(REAL_SIZE)

@@ -42,8 +42,9 @@ class KeyCount:
 class Ledger:
     """Counts of one compiled graph. ``rows_real`` and ``rows_computed`` are products of bucketed sizes, summed over
     calls that ran the plan; their ratio gives the padding waste. ``fill_launches``: operations issued by these calls to
-    fill slots. ``eager_texts`` keeps the first reason of a code. ``audits`` counts audited calls, ``audit_seconds``
-    what they took on top. ``serial`` tells the graph from every other one of the process."""
+    fill slots. ``eager_texts`` keeps the first reason of a code. ``audits`` counts audited calls of which a segment
+    could be tried, ``unaudited`` the segments of such calls that could not be, by the reason; ``audit_seconds``: what
+    audits took on top. ``serial`` tells the graph from every other one of the process."""
 
     name: str
     replays: int = 0
@@ -58,6 +59,7 @@ class Ledger:
     audits: int = 0
     audit_seconds: float = 0.0
     audit_failures: list[Reason] = field(default_factory=list)
+    unaudited: Counter[Reason] = field(default_factory=Counter)
     serial: int = field(default_factory=lambda: next(_serials))
 
     @property
@@ -85,9 +87,16 @@ class Ledger:
             self.first_calls += 1
             entry.first_calls += 1
 
-    def count_audit(self, seconds: float, failures: Sequence[Reason] = ()) -> None:
-        """A call was audited; what failed runs eagerly from now on."""
-        self.audits += 1
+    def count_audit(
+        self, seconds: float, tried: bool, failures: Sequence[Reason] = (), untried: Sequence[Reason] = ()
+    ) -> None:
+        """A call was to be audited. ``tried``: some segment of it was; ``untried``: why others could not be. What
+        failed runs eagerly from now on."""
+        self.audits += tried
+        for reason in untried:
+            if reason not in self.unaudited:
+                log.warning("%s: %s", self.name, reason)
+            self.unaudited[reason] += 1
         self.audit_seconds += seconds
         for reason in failures:
             log.error("%s: an audit failed: %s", self.name, reason)

@@ -294,7 +294,7 @@ class CompiledGraph:
 
     def audit_failed(self, audit: Audit) -> bool:
         """Count an audited call. One that failed has eager's answer, and counts as eager; the plan is made anew."""
-        self.ledger.count_audit(audit.seconds, list(audit.failed.values()))
+        self.ledger.count_audit(audit.seconds, bool(audit.tried), list(audit.failed.values()), audit.untried)
         if audit.failed:
             self.ledger.count_eager(next(iter(audit.failed.values())))
             self.replan(refused=audit.failed)

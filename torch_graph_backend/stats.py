@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch_graph_backend import registry
@@ -32,6 +32,7 @@ _COUNTS = (
     "fill_launches",
     "nbytes",
     "audits",
+    "unaudited",
 )
 #: What a difference subtracts of a key; its memory and its demoted segments are as they are now.
 _KEY_FIELDS = (
@@ -64,6 +65,7 @@ class GraphStats:
     keys: dict[ShapeKey, KeyCount]
     audits: int = 0
     audit_failures: tuple[Reason, ...] = ()
+    unaudited: Counter[Reason] = field(default_factory=Counter)
 
     @staticmethod
     def of(graph: CompiledGraph) -> GraphStats:
@@ -90,6 +92,7 @@ class GraphStats:
             keys,
             ledger.audits,
             tuple(ledger.audit_failures),
+            Counter(ledger.unaudited),
         )
 
     def since(self, before: GraphStats) -> GraphStats:
@@ -112,6 +115,7 @@ class GraphStats:
             {k: c for k, c in keys.items() if c.first_calls or c.replays or c.record_seconds},
             self.audits - before.audits,
             self.audit_failures[len(before.audit_failures) :],
+            self.unaudited - before.unaudited,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -128,6 +132,7 @@ class GraphStats:
             "seconds": dict(self.seconds),
             "audits": self.audits,
             "audit_failures": [str(reason) for reason in self.audit_failures],
+            "unaudited": {str(reason): n for reason, n in self.unaudited.items()},
             "keys": {
                 str(k): {
                     "first_calls": c.first_calls,
@@ -153,9 +158,10 @@ class Stats:
     """Counts over all graphs of a model. ``calls`` counts calls of compiled graphs (a model with graph breaks makes
     several a step); ``calls == replays + first_calls + sum(eager.values())``. ``padding_waste`` is the share of
     computed rows that were padding, 0.0 to 1.0. ``fill_launches``: operations that filled slots. ``seconds``:
-    normalise, plan, record, audit, inductor. ``audits``: audited calls; ``audit_failures``: what failed, and runs
-    eagerly since. ``nbytes``: memory that had to be allocated for the keys there are now, buffers and recordings;
-    graphs of a device share it.
+    normalise, plan, record, audit, inductor. ``audits``: audited calls, of which a segment at least was tried;
+    ``audit_failures``: what failed, and runs eagerly since; ``unaudited``: segments that were to be tried and could not
+    be, as often as that was; ``unaudited_reasons``: why. ``nbytes``: memory that had to be allocated for the keys there
+    are now, buffers and recordings; graphs of a device share it.
 
     ``limits``: a sentence for each code object that has as many graphs as Dynamo makes of one (further ones run without
     a backend, and uncounted).
@@ -186,6 +192,14 @@ class Stats:
     @property
     def audit_failures(self) -> tuple[Reason, ...]:
         return tuple(reason for g in self.by_graph for reason in g.audit_failures)
+
+    @property
+    def unaudited(self) -> int:
+        return sum(self.unaudited_reasons.values())
+
+    @property
+    def unaudited_reasons(self) -> Counter[Reason]:
+        return sum((g.unaudited for g in self.by_graph), Counter())
 
     @property
     def fill_launches(self) -> int:
@@ -236,7 +250,7 @@ class Stats:
 
         ``replays=3`` is exact; ``min_replays=3`` and ``max_padding_waste=0.2`` are bounds, themselves included. Names:
         ``graphs``, ``calls``, ``replays``, ``first_calls``, ``recordings``, ``eager`` (all codes together),
-        ``padding_waste``, ``fill_launches``, ``nbytes``, ``audits``. An unknown name is a ``TypeError``.
+        ``padding_waste``, ``fill_launches``, ``nbytes``, ``audits``, ``unaudited``. An unknown name is a ``TypeError``.
         """
         wrong = []
         for name, value in wanted.items():
@@ -260,6 +274,7 @@ class Stats:
                 if (r := self.reasons[code])
             },
             "audit_failures": [str(reason) for reason in self.audit_failures],
+            "unaudited_reasons": {str(reason): n for reason, n in self.unaudited_reasons.items()},
             "limits": list(self.limits),
             "seconds": self.seconds,
             "by_graph": [g.to_dict() for g in self.by_graph],
@@ -278,6 +293,7 @@ class Stats:
         for code, n in self.eager.most_common():
             lines.append(f"  eager {n:5d} x {reasons[code]}")
         lines += [f"  audit failed: {reason}" for reason in self.audit_failures]
+        lines += [f"  audit {n:5d} x {reason}" for reason, n in self.unaudited_reasons.most_common()]
         lines += [f"  recompile limit: {text}" for text in self.limits]
         for name, keys in self.keys.items():
             if keys:
