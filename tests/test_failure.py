@@ -170,6 +170,61 @@ def test_if_every_segment_fails_the_key_runs_uncaptured(device: str, monkeypatch
     assert tgb.stats(net).replays == 2
 
 
+@pytest.mark.parametrize("step", ["begin", "segment", "end", ""])
+@pytest.mark.parametrize("kind", [Injected, KeyboardInterrupt])
+def test_a_capture_that_breaks_anywhere_is_ended_once(step: str, kind: type[BaseException]) -> None:
+    """With a graph that is none, so that it runs on every machine: the first exception is the one that comes out."""
+    from torch_graph_backend.recorders.cuda import CudaRecorder
+
+    done: list[str] = []
+
+    def does(name: str) -> None:
+        done.append(name)
+        if name == step:
+            raise kind(name)
+
+    class Graph:
+        def capture_begin(self, **_: Any) -> None:
+            does("begin")
+
+        def capture_end(self) -> None:
+            does("end")
+
+    recorder = CudaRecorder.__new__(CudaRecorder)
+    recorder.pool = (0, 0)
+    recorder._abandon = lambda graph: done.append("abandon")  # type: ignore[method-assign]
+    out = torch.ones(2)
+
+    def segment(*_: Any) -> Tensor:
+        does("segment")
+        return out
+
+    everything = ["begin", "segment", "end"]
+    if not step:
+        assert recorder._capture(Graph(), segment, ()) == (out,)
+        assert done == everything
+        return
+    with pytest.raises(kind, match=step):
+        recorder._capture(Graph(), segment, ())
+    assert done == [*everything[: everything.index(step) + 1], "abandon"]
+
+
+def test_the_traceback_of_a_demoted_segment_is_in_the_log(
+    device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At level debug, and nowhere else: an exception that is kept would keep the tensors of its frames."""
+    net, fast, other = twins(device)
+    check(fast, net, other, tokens(device, 9))
+    fail(monkeypatch, net, lambda i: i == 1, lambda: Injected("injected"))
+    with caplog.at_level("DEBUG", "torch_graph_backend"):
+        check(fast, net, other, tokens(device, 9))
+    (error,) = [r.exc_info[1] for r in caplog.records if r.exc_info]
+    assert isinstance(error, Injected)
+    assert error.__traceback__ is not None
+    (entry,) = only_graph(net).entries.values()
+    assert not any(isinstance(v, BaseException) for v in vars(entry).values())
+
+
 def test_a_demoted_segment_that_returns_views_of_its_inputs(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A later segment writes through a view that the demoted one returns: it must reach the caller's cache."""
 

@@ -330,7 +330,7 @@ def test_progress_shows_the_segments(capsys: pytest.CaptureFixture[str], no_grad
 
 
 def test_code_that_cannot_be_recorded_goes_back_to_plain_kernels(
-    monkeypatch: pytest.MonkeyPatch, no_grad: None
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, no_grad: None
 ) -> None:
     from torch_graph_backend.recorders.host_tape import Tape
 
@@ -346,6 +346,31 @@ def test_code_that_cannot_be_recorded_goes_back_to_plain_kernels(
     assert codes("4") == ["inductor-failed"]
     assert keys()["4"].compiled == 0
     tgb.stats(fast).expect(replays=2, eager=0)
+    (error,) = [r.exc_info[1] for r in caplog.records if r.exc_info]
+    assert str(error) == "not this one"
+    assert error.__traceback__ is not None
+
+
+def test_code_of_which_neither_kind_can_be_recorded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, no_grad: None
+) -> None:
+    """What is logged of the segment shows both exceptions: the second one was raised from the first."""
+    model = Mlp()
+    fast = compiled(model)
+    fast(rows(3))
+    errors = iter([RuntimeError("the compiled code"), ValueError("the plain kernels")])
+
+    def refuses(*_: Any) -> Any:
+        raise next(errors)
+
+    monkeypatch.setattr(graph().recorder, "capture_one", refuses)
+    caplog.clear()
+    torch.testing.assert_close(fast(rows(3)), model(rows(3)))
+    logged = [r.exc_info[1] for r in caplog.records if r.exc_info]
+    assert str(logged[0]) == "the compiled code"
+    assert str(logged[-1]) == "the plain kernels"
+    assert logged[-1].__cause__ is logged[0]
+    assert tgb.stats(fast).eager == {"capture-failed": 1}
 
 
 def test_inductor_owns_no_cuda_graph(monkeypatch: pytest.MonkeyPatch, no_grad: None) -> None:

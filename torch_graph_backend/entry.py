@@ -24,6 +24,7 @@ from torch_graph_backend.device_state import DeviceState
 from torch_graph_backend.frames import FirstFrame, Frame, PartialFrame
 from torch_graph_backend.inductor_segment import CompiledSegment
 from torch_graph_backend.instances import Instance
+from torch_graph_backend.ledger import log
 from torch_graph_backend.passes.normalize import NormalGraph
 from torch_graph_backend.passes.reasons import Reason
 from torch_graph_backend.passes.torch_api import StorageWeakRef, data_ptrs_equal
@@ -221,6 +222,7 @@ class Entry:
             raise  # memory is not the segment's fault
         except Exception as error:
             errors.append(error)
+            log.debug("segment %d of key %s could not be recorded", step.index, self.key, exc_info=error)
             self.demoted[step.index], outputs = demote(self, step, inputs, error)
             return outputs
         # Its outputs would keep their memory: the aliases below are enough.
@@ -238,7 +240,11 @@ class Entry:
                 raise
             text = f"the compiled code of segment {step.index} could not be recorded: {error}"
             self.plain[step.index] = Reason("inductor-failed", text)
-            return self.recorder.capture_one(self.body(step), inputs, weak)
+            log.warning("%s", text, exc_info=error)
+            try:
+                return self.recorder.capture_one(self.body(step), inputs, weak)
+            except Exception as second:
+                raise second from error  # what is logged of it shows both
 
     def _let_go(self, values: dict[str, Any], index: int) -> None:
         """Drop the values whose last reader comes before step ``index``."""

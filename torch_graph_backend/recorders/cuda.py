@@ -163,10 +163,6 @@ class CudaRecorder(CaptureBackend):
         try:
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             results = segment(*args)
-        except BaseException:
-            self._abandon(graph)
-            raise
-        try:
             _end(graph)
         except BaseException:
             self._abandon(graph)
