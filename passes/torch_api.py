@@ -52,6 +52,7 @@ __all__ = [
     "cpp_compiler_error",
     "cuda_alias",
     "cuda_bytes",
+    "cuda_settings",
     "current_raw_stream",
     "data_ptrs_equal",
     "destroy_library",
@@ -148,6 +149,25 @@ def cuda_bytes(device: torch.device, address: int, nbytes: int) -> torch.Tensor:
     """Raw memory as a uint8 tensor that does not keep it."""
     memory = torch._C._construct_storage_from_data_pointer(address, device, nbytes)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(memory, 0, (nbytes,), (1,))
+
+
+def cuda_settings() -> tuple[Any, ...]:
+    """What the libraries of a CUDA device look at when a kernel is launched, and Dynamo does not guard: cuDNN on, its
+    deterministic kernels, the precision of convolutions and of recurrent layers (TF32), sums in float16, and which
+    kernels attention may take. (Checked on torch 2.13: Dynamo guards the precision of matmuls and their reductions.)"""
+    c = torch._C
+    precision = c._get_fp32_precision_getter
+    return (
+        c._get_cudnn_enabled(),
+        c._get_cudnn_deterministic(),
+        precision("cuda", "conv"),
+        precision("cuda", "rnn"),
+        c._get_cublas_allow_fp16_accumulation(),
+        c._get_flash_sdp_enabled(),
+        c._get_mem_efficient_sdp_enabled(),
+        c._get_math_sdp_enabled(),
+        c._get_cudnn_sdp_enabled(),
+    )
 
 
 def pool_segments(pool: tuple[int, int]) -> list[tuple[int, int]]:

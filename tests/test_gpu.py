@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -253,3 +255,33 @@ def test_a_break_that_works_on_a_stream_of_its_own() -> None:
             torch.testing.assert_close(got, f(x), rtol=1e-4, atol=1e-4)
         assert tgb.stats(f).replays >= 5
         assert sum(isinstance(s, CapturedSegment) for s in tgb.plans(f)[-1].steps) == 3
+
+
+@contextlib.contextmanager
+def convolutions(precision: str) -> Iterator[None]:
+    before = torch.backends.cudnn.conv.fp32_precision
+    torch.backends.cudnn.conv.fp32_precision = precision
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.conv.fp32_precision = before
+
+
+def test_the_precision_of_convolutions_is_not_frozen() -> None:
+    """Dynamo does not guard cuDNN's TF32: a recording made with it must not answer a call without it."""
+    torch.manual_seed(0)
+    convs = [torch.nn.Conv1d(64, 64, 3, padding=1) for _ in range(2)]
+    net = torch.nn.Sequential(convs[0], torch.nn.ReLU(), convs[1]).cuda().eval()
+    fast = torch.compile(net, backend="bcg")
+    answers = []
+    with torch.no_grad():
+        x = torch.randn(8, 64, 128, device="cuda")
+        for precision_ in ("ieee", "tf32", "ieee", "tf32"):
+            with convolutions(precision_):
+                for _ in range(3):
+                    got = fast(x)
+                    torch.testing.assert_close(got, net(x), rtol=1e-5, atol=1e-6)
+                answers.append(got)
+    assert tgb.stats(net).replays >= 8
+    assert torch.equal(answers[0], answers[2])
+    assert not torch.equal(answers[0], answers[1]), "the setting makes no difference: the test shows nothing"

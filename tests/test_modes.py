@@ -18,6 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import torch_graph_backend as tgb
+from torch_graph_backend.recorders.cuda import CudaRecorder
+from torch_graph_backend.recorders.host import HostRecorder
 
 pytestmark = on_devices
 
@@ -146,6 +148,35 @@ def test_matmul_precision_is_not_frozen(device: str) -> None:
         with precision(value):
             for _ in range(4):
                 both(torch.eye(16, device=device))
+    both.finish(8)
+
+
+def test_settings_that_a_recording_freezes(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has recordings of its own, which are there when it comes back; what the device freezes is the recorder's to
+    say (here: a setting that there is not)."""
+    now = ["a"]
+    monkeypatch.setattr(CudaRecorder if device == "cuda" else HostRecorder, "settings", lambda self: now[0])
+    both = Both(Net().to(device))
+    seen = []
+    for now[0] in ("a", "b", "a", "b", "a"):
+        before = both.stats
+        asked = []
+        for _ in range(3):
+            x = whole(5, H, device=device)
+            with torch.no_grad():
+                asked.append(tgb.would_replay(both.fast, x) is None)
+            both(x)
+        found = both.stats - before
+        seen.append((found.first_calls, found.recordings, found.replays))
+        assert asked == ([False, False, True] if found.recordings else [True] * 3)
+    assert seen == [(1, 1, 2)] * 2 + [(0, 0, 3)] * 3
+    x = whole(5, H, device=device)
+    tgb.capture(both.fast, x, sizes=[5, 11])  # which makes this call
+    with torch.no_grad():
+        both.plain(x)
+    before = both.stats
+    both.sizes(5, 11, device=device)
+    assert (both.stats - before).replays == 2
     both.finish(8)
 
 

@@ -6,6 +6,7 @@ import math
 import pickle
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -79,3 +80,29 @@ def test_recording_order_is_largest_first_and_independent_of_the_input_order(key
     shuffled = list(keys)
     random.shuffle(shuffled)
     assert recording_order(shuffled) == ordered
+
+
+def test_settings_of_a_cuda_device() -> None:
+    """Every one of them is seen when it changes, and when it changes back."""
+    from torch_graph_backend.passes.torch_api import cuda_settings
+
+    b = torch.backends
+    places = [(b.cudnn, "enabled"), (b.cudnn, "deterministic"), (b.cuda.matmul, "allow_fp16_accumulation")]
+    places += [(b.cudnn.conv, "fp32_precision"), (b.cudnn.rnn, "fp32_precision"), (b.cudnn, "allow_tf32")]
+    for owner, name in places:
+        before, old = cuda_settings(), getattr(owner, name)
+        setattr(owner, name, not old if isinstance(old, bool) else "ieee" if old != "ieee" else "tf32")
+        try:
+            assert cuda_settings() != before, name
+        finally:
+            setattr(owner, name, old)
+        assert name == "allow_tf32" or cuda_settings() == before, name
+    for kind in ("flash", "mem_efficient", "math", "cudnn"):
+        enable = getattr(b.cuda, f"enable_{kind}_sdp")
+        before, old = cuda_settings(), getattr(b.cuda, f"{kind}_sdp_enabled")()
+        enable(not old)
+        try:
+            assert cuda_settings() != before, kind
+        finally:
+            enable(old)
+        assert cuda_settings() == before, kind

@@ -118,7 +118,7 @@ def _entry(
         return instance or Reason("moving-input")
     state = graph.state.idle()
     assert state is not None
-    at = (key, instance.number, state.depth)
+    at = graph.place(key, instance, state)
     entry = graph.entries.get(at) or graph.make_entry(key, bucket, sizes, instance, state)
     if isinstance(entry, Reason):
         return entry

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Hashable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -55,8 +55,9 @@ class CompiledGraph:
         self.ledger = Ledger(name)
         self.plan: Plan | None = None
         self.seconds: dict[str, float] = {}
-        #: By key, number of the instance, and depth: how many calls the call was made inside of.
-        self.entries: dict[tuple[ShapeKey, int, int], Entry] = {}
+        #: By key, number of the instance, depth (how many calls the call was made inside of), and the settings of the
+        #: process that a recording freezes.
+        self.entries: dict[tuple[ShapeKey, int, int, Hashable], Entry] = {}
         self.lock: Any = threading.RLock()
         self.turns_grad_on = False
         self.ambient = takes_ambient_device(gm)
@@ -153,7 +154,7 @@ class CompiledGraph:
         if reason is not None:
             return reason
         instance = self.instances.peek(list(args))
-        entry = None if instance is None else self.entries.get((picked[0], instance.number, state.depth))
+        entry = None if instance is None else self.entries.get(self.place(picked[0], instance, state))
         if entry is None:
             known = bool(self.instances.known) and instance is None
             return Reason("not-recorded", f"key {picked[0]} had no call yet" + (" with these weights" if known else ""))
@@ -200,7 +201,7 @@ class CompiledGraph:
             if not isinstance(found, Instance):
                 return found if isinstance(found, Reason) else self.admit(args)
             instance = found
-        at = (key, instance.number, state.depth)
+        at = self.place(key, instance, state)
         entry = self.entries.get(at)
         if entry is None:
             made = self.make_entry(key, bucket, sizes, instance, state)
@@ -217,6 +218,11 @@ class CompiledGraph:
             return reason
         state.used(entry)
         return entry, sizes
+
+    @staticmethod
+    def place(key: ShapeKey, instance: Instance, state: DeviceState) -> tuple[ShapeKey, int, int, Hashable]:
+        """Where the entry of a call is found."""
+        return key, instance.number, state.depth, state.recorder.settings()
 
     def new_instance(self, args: list[Any]) -> Instance | Reason | None:
         """Weights that were not seen before, here or at these addresses; ``None``: the plan was made anew."""
@@ -249,7 +255,7 @@ class CompiledGraph:
         for other in self.entries.values():
             if other.dead():
                 other.forget()
-        held = sum(at[1:] == (instance.number, state.depth) for at in self.entries)
+        held = sum(at[1:3] == (instance.number, state.depth) for at in self.entries)
         if held >= self.config.max_recordings:
             text = f"{self.name} keeps {held} keys already"
             return Reason("recording-cap", text, fix="raise max_recordings, or use fewer buckets")

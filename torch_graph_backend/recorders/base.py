@@ -9,7 +9,7 @@ around ``capture_session`` and ``replay_session``.
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -62,6 +62,11 @@ class CaptureBackend(abc.ABC):
     @abc.abstractmethod
     def can_run(self) -> Reason | None:
         """Why nothing can be recorded or replayed right now, e.g. the caller is already capturing."""
+
+    def settings(self) -> Hashable:
+        """Settings of the process by which kernels are chosen when they are launched: a recording freezes them, and a
+        call under others needs one of its own. (Dynamo guards some, and compiles anew; those are not here.)"""
+        return ()
 
     @abc.abstractmethod
     def allocate(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

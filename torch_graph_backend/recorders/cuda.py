@@ -23,7 +23,7 @@ import contextlib
 import gc
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from torch_graph_backend.passes.torch_api import (
     clear_cublas_workspaces,
     cuda_alias,
     cuda_bytes,
+    cuda_settings,
     end_allocate_to_pool,
     pool_segments,
 )
@@ -83,6 +84,9 @@ class CudaRecorder(CaptureBackend):
             return None
         with torch.cuda.device(self.device):  # replays are launched on the current stream of this device
             return Reason("already-capturing") if torch.cuda.is_current_stream_capturing() else None
+
+    def settings(self) -> Hashable:
+        return cuda_settings()
 
     def allocate(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         with torch.inference_mode(False), torch.no_grad():
