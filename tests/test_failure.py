@@ -5,7 +5,8 @@ Failures are injected into the recorder. Every test runs on the CPU, and on a CU
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -168,6 +169,77 @@ def test_if_every_segment_fails_the_key_runs_uncaptured(device: str, monkeypatch
     for _ in range(3):
         check(fast, net, other, tokens(device, 40))
     assert tgb.stats(net).replays == 2
+
+
+#: What recording a key does, besides running the segments' Python.
+STEPS = ["session begins", "session ends", "inputs", "alias", "bytes", "pin", "demotion"]
+
+
+@pytest.mark.parametrize("kind", [Injected, torch.OutOfMemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("k", [0, SEGMENTS - 1])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_failure_in_any_step_of_recording(
+    device: str, monkeypatch: pytest.MonkeyPatch, step: str, k: int, kind: type[BaseException]
+) -> None:
+    """The key is answered uncaptured (or eagerly, without memory), nothing of the recording is kept, the other key goes
+    on replaying, and what the model counts is what eager counts."""
+    net, fast, other = twins(device)
+    for n in (40, 40, 40, 9):
+        check(fast, net, other, tokens(device, n))
+    graph = only_graph(net)
+    small = min(graph.entries.values(), key=lambda e: e.size_args)
+    before, recorder = tgb.stats(net), graph.recorder
+    count = [0]
+
+    def breaks(real: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            count[0] += 1
+            if count[0] - 1 == k:
+                raise kind("injected")
+            return real(*args, **kwargs)
+
+        return call
+
+    @contextmanager
+    def session(*args: Any) -> Iterator[None]:
+        if step == "session begins":
+            raise kind("injected")
+        with real_session(*args):
+            yield
+            raise kind("injected")
+
+    real_session = recorder.record_session
+    if step.startswith("session"):
+        monkeypatch.setattr(recorder, "record_session", session)
+    elif step == "bytes":
+        monkeypatch.setattr(type(recorder), "nbytes", property(lambda self: breaks(lambda: 0)()))
+        k = 1
+    elif step == "demotion":
+        fail(monkeypatch, net, lambda i: i == k, lambda: Injected("first"))
+        monkeypatch.setattr("torch_graph_backend.entry.demote", breaks(None))
+        k = 0
+    else:
+        owner, name = {"inputs": (small, "inputs"), "alias": (recorder, "alias"), "pin": (small, "_pin")}[step]
+        monkeypatch.setattr(owner, name, breaks(getattr(owner, name)))
+        k = 0 if step == "pin" else k
+    if kind is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt):
+            fast(tokens(device, 9))  # before anything has run: the state is compared below
+    else:
+        check(fast, net, other, tokens(device, 9))
+    monkeypatch.undo()
+    assert step.startswith("session") or count[0] > k, "nothing was injected"
+    assert not small.recorded
+    assert not any((small.recordings, small.static, small.held, small.demoted))
+    for n in (40, 9, 12, 40, 9):
+        check(fast, net, other, tokens(device, n))
+    found = tgb.stats(net) - before
+    code = {Injected: {"capture-failed": 4}, torch.OutOfMemoryError: {"out-of-memory": 4}}.get(kind, {})
+    assert found.eager == code
+    if kind is KeyboardInterrupt:
+        assert small.recorded
+    elif kind is Injected:
+        assert found.replays == 2
 
 
 @pytest.mark.parametrize("step", ["begin", "segment", "end", ""])

@@ -205,12 +205,12 @@ class Entry:
                     self.static.update((n, self._aliases(v)) for n, v in zip(step.outputs, outputs, strict=True))
             if errors and not self.recordings:
                 raise errors[0]
+            self.held = {n: values[n] for n in self.plan.held if n in values}
+            self.nbytes += max(0, self.recorder.nbytes - before)
+            self._pin(args)
         except BaseException:
             self.forget()
             raise
-        self.held = {n: values[n] for n in self.plan.held if n in values}
-        self.nbytes += max(0, self.recorder.nbytes - before)
-        self._pin(args)
         self.recorded = True
 
     def _record_one(
