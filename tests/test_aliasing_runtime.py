@@ -355,6 +355,64 @@ def test_a_buffer_assigned_between_calls(device: str) -> None:
     both.finish(20)
 
 
+def _swap_data(m: nn.Module) -> None:
+    for p in m.parameters():
+        p.data = p.data.flip(0).contiguous()
+
+
+def _replace(m: nn.Module) -> None:
+    for layer in (m.up, m.down):
+        layer.weight = nn.Parameter(layer.weight.detach().flip(0).contiguous())
+
+
+def _load(assign: bool) -> Callable[[nn.Module], None]:
+    def change(m: nn.Module) -> None:
+        m.load_state_dict({k: v.detach().clone().flip(0) for k, v in m.state_dict().items()}, assign=assign)
+
+    return change
+
+
+def _there_and_back(m: nn.Module) -> None:
+    """To the host and back (on a CPU: to another dtype and back): new memory, the same values."""
+    device = m.up.weight.device
+    m.to("cpu") if device.type == "cuda" else m.to(torch.float64)
+    m.to(device, torch.float32)
+
+
+def _free_and_reuse(m: nn.Module) -> None:
+    """The old memory is freed, and something else is put where it was."""
+    weight = m.up.weight.detach().flip(0).contiguous()
+    like = m.up.weight.shape, m.up.weight.device
+    m.up.weight = None
+    junk = [torch.full(like[0], float("nan"), device=like[1]) for _ in range(8)]
+    m.up.weight = nn.Parameter(weight)
+    del junk
+
+
+#: How weights become others. Those that stay where they are need no further recording.
+CHANGES = {
+    "data": _swap_data,
+    "parameter": _replace,
+    "load": _load(False),
+    "load, assign": _load(True),
+    "there and back": _there_and_back,
+    "freed": _free_and_reuse,
+}
+
+
+@pytest.mark.parametrize("how", sorted(CHANGES))
+def test_weights_that_change_between_calls(device: str, how: str) -> None:
+    """Would catch a recording that reads the memory of old weights, which somebody else owns by then."""
+    both = Both(Net().to(device))
+    for _ in range(4):
+        both.sizes(*SIZES, device=device)
+        both.each(CHANGES[how])
+    both.sizes(*SIZES, device=device)  # weights are the model's for the registry once it was called with them
+    both.finish(20)
+    if how == "load":
+        assert both.stats.recordings == 2
+
+
 def test_a_module_moves_to_another_dtype_and_back(device: str) -> None:
     both = Both(Net().to(device))
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float32):

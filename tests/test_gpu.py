@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import threading
 from collections.abc import Iterator
@@ -285,3 +286,58 @@ def test_the_precision_of_convolutions_is_not_frozen() -> None:
     assert tgb.stats(net).replays >= 8
     assert torch.equal(answers[0], answers[2])
     assert not torch.equal(answers[0], answers[1]), "the setting makes no difference: the test shows nothing"
+
+
+def test_the_state_inside_of_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What recording needs of the process, inside; and everything as it was, outside, also after an exception."""
+    from torch_graph_backend.recorders import cuda as module
+
+    recorder = CudaRecorder(torch.device("cuda", 0))
+    cleared: list[bool] = []
+    monkeypatch.setattr(module, "clear_cublas_workspaces", lambda: cleared.append(gc.isenabled()))
+
+    def state() -> tuple[Any, ...]:
+        modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled(), torch.is_autocast_cache_enabled()
+        return gc.isenabled(), *modes, torch.cuda.current_stream().cuda_stream
+
+    for session, workspaces in ((recorder.capture_session, 0), (recorder.record_session, 2)):
+        for inference in (False, True):
+            for around in (torch.inference_mode, torch.no_grad, torch.enable_grad):
+                with around():
+                    before = state()
+                    cleared.clear()
+                    with contextlib.suppress(KeyError), session(inference):
+                        assert state() == (False, inference, False, False, recorder.stream.cuda_stream)
+                        own = recorder.allocate((4, 2), (2, 1), torch.float32)
+                        assert not own.is_inference()
+                        raise KeyError
+                    assert state() == before
+                    assert len(cleared) == workspaces
+                    at = own.untyped_storage().data_ptr()
+                    if session == recorder.record_session:  # the other one allocates from the pool
+                        assert not any(start <= at < start + n for start, n in recorder._ranges())
+    recorder.cleanup()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("current", [0, 1])
+@torch.no_grad()
+def test_a_model_on_each_device(current: int) -> None:
+    """First calls, recordings and replays in turn on two devices, whatever device is current; outputs are kept."""
+    nets = [model(2).to(torch.device("cuda", at)) for at in (0, 1)]
+    fasts = [torch.compile(net, backend="bcg") for net in nets]
+    kept = []
+    for n in (9, 10, 70, 9, 71, 10, 33, 72, 9, 34):
+        for at, (net, fast) in enumerate(zip(nets, fasts, strict=True)):
+            x = torch.randn(n, 64, device=torch.device("cuda", at))
+            torch._dynamo.maybe_mark_dynamic(x, 0)
+            with torch.cuda.device(current):
+                got = fast(x)
+                assert torch.cuda.current_device() == current
+            assert got.device == x.device
+            kept.append((got, net(x)))
+    for got, want in kept:
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    for net in nets:
+        assert tgb.stats(net).replays >= 5
+        assert not tgb.stats(net).eager

@@ -21,6 +21,7 @@ from modes_harness import OPTIONS, SIZES, Both, H, Net, compiled, linear, on_dev
 from torch import Tensor, nn
 
 import torch_graph_backend as tgb
+from torch_graph_backend import registry
 
 pytestmark = on_devices
 
@@ -316,6 +317,44 @@ class Plain(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = torch.relu(self.up(x))
         return self.down(h + h.cumsum(0))
+
+
+def test_another_thread_allocates_while_one_records(device: str) -> None:
+    """Many recordings, while another thread takes and gives back memory of all sizes, and writes to all of it: it is
+    never disturbed, and never writes to what a recording works on."""
+    model = Plain(1).to(device)
+    fast, sizes = compiled(model), list(range(2, 17))
+    # Made beforehand: random CUDA calls of other threads raise while one records, on torch 2.11.
+    data = {n: [whole(n, H, device=device, seed=n + i) for i in range(3)] for n in sizes}
+    wanted = {n: [model(x).detach() for x in xs] for n, xs in data.items()}
+    with torch.no_grad():
+        fast(data[5][0])
+    done = threading.Event()
+
+    def churn() -> None:
+        kept: list[Tensor] = []
+        for k in range(10**9):
+            if done.is_set():
+                return
+            number = float(k % 1000)
+            block = torch.full((1 << (k % 14),), number, device=device)
+            kept = [*kept[-20:], block]
+            assert float(block.sum()) == number * block.numel()
+
+    def record() -> None:
+        try:
+            for _ in range(4):
+                for n in sizes:
+                    for x, want in zip(data[n], wanted[n], strict=True):
+                        assert torch.equal(fast(x), want)
+                for graph in registry.graphs_of(model):
+                    for entry in graph.entries.values():
+                        entry.forget()
+        finally:
+            done.set()
+
+    in_threads([churn, record])
+    assert tgb.stats(model).recordings >= 8
 
 
 @pytest.mark.parametrize("when", [0, 1, 2, 5])

@@ -324,6 +324,44 @@ def test_outputs_of_first_calls_survive_replays_of_other_keys(device: str) -> No
                 close(g, w)
 
 
+def live_bytes(device: str) -> int:
+    """Bytes of tensors that are in use: the allocator's on a GPU, else those that Python knows, each storage once."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.synchronize()
+        return int(torch.cuda.memory_allocated())
+    found = {}
+    for t in gc.get_objects():
+        if type(t) in (torch.Tensor, nn.Parameter) and t.device.type == "cpu":
+            storage = t.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
+
+
+def test_memory_of_outputs_is_that_of_those_that_are_kept(device: str) -> None:
+    """What the caller drops is free again; what it keeps costs its own size, whatever the bucket, and not the memory
+    that it was computed in."""
+    net = blocks(device, 2)
+    fast = torch.compile(net, backend="bcg", options={"buckets": [512]})
+    xs = [tokens(device, n) for n in (300, 257, 511)]
+    for _ in range(2):
+        for x in xs:
+            fast(x)
+    before = live_bytes(device)
+    for _ in range(30):
+        for x in xs:
+            fast(x)
+    assert live_bytes(device) <= before
+    kept = [fast(xs[1]) for _ in range(20)]
+    assert tgb.stats(net).replays >= 100
+    each = -(-kept[0].nbytes // 512) * 512
+    assert live_bytes(device) - before <= 20 * each
+    assert len({t.untyped_storage().data_ptr() for t in kept}) == 20
+    assert all(t.untyped_storage().nbytes() == t.nbytes for t in kept)
+    del kept
+    assert live_bytes(device) <= before
+
+
 # -- leaks -------------------------------------------------------------------------------------------------------------
 
 
