@@ -172,7 +172,7 @@ def test_a_registration_reaches_later_graphs_alone() -> None:
         assert [len(p.segments) for p in tgb.plans(g)] == [2]
 
 
-def test_a_break_runs_on_real_rows() -> None:
+def test_a_break_runs_on_real_rows(device: str) -> None:
     """What a break is for: it sees the real size with eager's strides, at the first call and at replays."""
     shapes: list[tuple[Any, ...]] = []
 
@@ -188,10 +188,10 @@ def test_a_break_runs_on_real_rows() -> None:
     def f(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return look(x @ w) @ w
 
-    w = torch.randn(4, 4)
+    w = torch.randn(4, 4).to(device)
     with compiled(f, buckets=[8], break_ops=["tgb_break_test::look"]) as g:
         for n in (5, 6, 7):
-            x = torch.randn(n, 4)
+            x = torch.randn(n, 4).to(device)
             torch._dynamo.mark_dynamic(x, 0)
             torch.testing.assert_close(g(x, w), f(x, w))
         assert tgb.stats(g).replays == 2
