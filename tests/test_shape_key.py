@@ -82,8 +82,10 @@ def test_recording_order_is_largest_first_and_independent_of_the_input_order(key
     assert recording_order(shuffled) == ordered
 
 
-def test_settings_of_a_cuda_device() -> None:
+def test_settings_of_a_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every one of them is seen when it changes, and when it changes back."""
+    # torch's own test helpers, which other tests import, forbid setting them.
+    monkeypatch.setitem(torch.backends.flags_frozen.__globals__, "__allow_nonbracketed_mutation_flag", True)
     from torch_graph_backend.passes.torch_api import cuda_settings
 
     b = torch.backends
