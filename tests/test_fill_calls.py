@@ -6,10 +6,6 @@ On a GPU as they are; on a machine without one under Triton's interpreter, in a 
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -18,16 +14,14 @@ import fill_calls
 import pytest
 import torch
 from graph_harness import compiled
+from interpreted import CUDA, INTERPRETED, run_again
 
 import torch_graph_backend as tgb
 from torch_graph_backend import registry
 from torch_graph_backend.policies import PaddingPolicy as P
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
 pytest.importorskip("triton", reason="needs Triton, which a CPU build of PyTorch comes without")
 
-CUDA = torch.cuda.is_available() and not INTERPRETED
 HERE = INTERPRETED or CUDA
 inside = pytest.mark.skipif(not HERE, reason="test_under_the_interpreter runs it")
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device")]
@@ -37,11 +31,7 @@ DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
 @pytest.mark.skipif(HERE, reason="this is the inner run, or there is a GPU")
 def test_under_the_interpreter() -> None:
     """All of this file that needs no GPU."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=900)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert re.search(r"^\d+ passed, \d+ skipped", done.stdout, re.M), done.stdout[-500:]
+    run_again(__file__, skipped=r"\d+", timeout=900)
 
 
 # -- the same bits -----------------------------------------------------------------------------------------------------

@@ -8,11 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import random
-import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -24,6 +20,7 @@ import torch
 from graph_harness import compiled
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreted import CUDA, INTERPRETED, run_again
 
 import torch_graph_backend as tgb
 from torch_graph_backend import registry
@@ -31,14 +28,13 @@ from torch_graph_backend.passes.padding_tails import STALE, Tail
 from torch_graph_backend.recorders import fill_choice
 from torch_graph_backend.slots import Factor, Filler, Window
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BENCH = Path(__file__).resolve().parent.parent / "docs" / "bench" / "fill.json"
 
 pytest.importorskip("triton", reason="needs Triton, which a CPU build of PyTorch comes without")
 
-HERE = INTERPRETED or torch.cuda.is_available()
+HERE = INTERPRETED or CUDA
 inside = pytest.mark.skipif(not HERE, reason="test_under_the_interpreter runs it")
-DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() and not INTERPRETED else torch.device("cpu")
+DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
 
 N, M = sympy.symbols("N M", integer=True, positive=True)
 BUCKET = {N: 6, M: 5}
@@ -49,11 +45,7 @@ FOREIGN = 99
 @pytest.mark.skipif(HERE, reason="this is the inner run, or there is a GPU")
 def test_under_the_interpreter() -> None:
     """All the rest of this file."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=500)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert re.search(r"^\d+ passed, 2 skipped", done.stdout, re.M), done.stdout[-500:]
+    run_again(__file__, skipped="2", timeout=500)
 
 
 @pytest.mark.skipif(HERE, reason="a GPU compiles it for itself; the interpreter compiles nothing")
