@@ -181,6 +181,7 @@ def _reserve(
     """Writes that padding still forbids, to rows that a constant tail reserves."""
     if all(t.value is None for t in tails.values()):
         return graph, found
+    _to_trash(found)
     wanted: set[str] = set()
     for node, verdict in found.verdicts.items():
         packet = getattr(node.target, "overloadpacket", None)
@@ -201,6 +202,16 @@ def _reserve(
             return tried, seen
         wanted -= unknown
     return graph, found
+
+
+def _to_trash(found: Classified) -> None:
+    """Note the row of captured writes whose padded rows go to one that nobody reads, by a tail and not by a repair."""
+    for node in _captured(found).values():
+        packet = getattr(node.target, "overloadpacket", None)
+        if packet is None or packet.__name__.rstrip("_") not in WRITES or not isinstance(node.args[0], Node):
+            continue
+        if node.args[0].meta.get(TRASH) is not None and (row := _reserved_row(node, found)) is not None:
+            node.meta[TRASH] = row
 
 
 def _reserved_row(node: Node, found: Classified) -> int | None:

@@ -72,6 +72,9 @@ SHARED: dict[str, tuple[Callable[[Tensor], tuple[Tensor, Tensor]], bool]] = {
     "overlapping rows": (lambda base: (base[:6], base[3:9]), True),
     "most rows in common": (lambda base: (base[:6], base[1:7]), True),
     "disjoint rows": (lambda base: (base[:6], base[6:12]), False),
+    # Storages of their own, which begin elsewhere.
+    "overlapping rows, by DLPack": (lambda base: (base[:6], torch.from_dlpack(base[3:9])), True),
+    "disjoint rows, by DLPack": (lambda base: (base[:6], torch.from_dlpack(base[6:12])), False),
 }
 
 

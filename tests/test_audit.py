@@ -372,3 +372,51 @@ def test_the_entry_is_dropped_with_its_plan(device: str) -> None:
     fast = torch.compile(net, backend="bcg", options={"buckets": [8]})
     fast(tokens(5, device))
     assert not registry.graphs_of(net)[0].entries
+
+
+def test_a_computed_slot_whose_argument_is_expanded(device: str) -> None:
+    """Its rows are computed, each by itself; at the real size too they lie side by side, unlike the argument's."""
+    w = torch.randn(W, W).to(device)
+
+    def f(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.relu((x + y) @ w) @ w, x.sum(0)
+
+    def twice(rows: Tensor, given: Any) -> None:
+        rows.copy_(given["y"] * 2)
+
+    slots = {"x": {"padding": "ZERO", "copy_from_fb": False, "post_fill": twice}}
+    fast = torch.compile(f, backend="bcg", options={"buckets": [8], "slots": slots, "audit": "capture"})
+    with torch.no_grad():
+        for n in (5, 6, 7):
+            x, y = torch.randn(1, W).to(device).expand(n, W), torch.randn(n, W).to(device)
+            torch._dynamo.mark_dynamic(x, 0)
+            torch._dynamo.mark_dynamic(y, 0)
+            torch.testing.assert_close(fast(x, y), f(y * 2, y))
+    stats = tgb.stats(fast).expect(eager=0, replays=2, min_audits=2)
+    assert not stats.audit_failures
+
+
+@pytest.mark.parametrize("write", ["index_add_", "index_copy_"])
+def test_a_constant_tail_that_names_a_trash_row(device: str, write: str) -> None:
+    """Either alone, and both: what padded rows write to the row that nobody reads is not compared."""
+    w = torch.randn(W, W).to(device)
+
+    def f(x: Tensor, at: Tensor, cache: Tensor) -> Tensor:
+        getattr(cache, write)(0, at, torch.relu(x @ w))
+        return torch.relu(x @ w) @ w
+
+    slot, trash = {"slots": {"at": {"padding": "ZERO"}}}, {"trash_rows": {"cache": 0}}
+    for options in (slot, trash, slot | trash):
+        torch._dynamo.reset()
+        fast = torch.compile(f, backend="bcg", options={"buckets": [8], **options})
+        cache, other = (torch.zeros(16, W).to(device) for _ in range(2))
+        torch._dynamo.mark_static(cache)
+        with torch.no_grad():
+            for n in (5, 6, 7):
+                x, at = torch.randn(n, W).to(device), torch.randperm(15)[:n].to(device) + 1
+                torch._dynamo.mark_dynamic(x, 0)
+                torch._dynamo.mark_dynamic(at, 0)
+                torch.testing.assert_close(fast(x, at, cache), f(x, at, other))
+                torch.testing.assert_close(cache[1:], other[1:])
+        stats = tgb.stats(fast).expect(eager=0, replays=2)
+        assert not stats.audit_failures

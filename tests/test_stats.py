@@ -330,3 +330,62 @@ def test_a_graph_goes_when_dynamo_drops_it() -> None:
         tgb.stats().expect(graphs=0)
     finally:
         gc.enable()
+
+
+class Apart(torch.nn.Module):
+    def __init__(self, parameter: bool, width: int = 4) -> None:
+        super().__init__()
+        weight = torch.randn(width, width)
+        self.register_parameter("w", torch.nn.Parameter(weight)) if parameter else self.register_buffer("w", weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x @ self.w) @ self.w
+
+
+@pytest.mark.parametrize("parameter", [True, False])
+def test_graphs_of_another_instance_are_not_a_modules(parameter: bool) -> None:
+    """Also where all weights of that one were replaced until they are copied in, and those that it had first are gone.
+    (Told by code, ``close`` of a module that was never called would close another's graphs.)"""
+    used, other = Apart(parameter), Apart(parameter, 6)
+    fast = torch.compile(used, backend="bcg", options={"buckets": [8]})
+    with torch.no_grad():
+        for _ in range(8):
+            used.load_state_dict({"w": torch.randn(4, 4)}, assign=True)
+            for n in (5, 6):
+                fast(torch.randn(n, 4))
+        tgb.stats(other).expect(graphs=0)
+        # (All but the graph of the one call before sizes changed, whose weights are nobody's now.)
+        assert tgb.stats(used).calls == tgb.stats().calls - 1 == 15
+        assert tgb.stats(used).replays >= 6
+        tgb.close(other)
+        assert tgb.would_replay(fast, torch.randn(5, 4)) is None
+
+
+def test_a_parameter_of_the_callers_does_not_hide_a_module() -> None:
+    class Times(Apart):
+        def forward(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) @ z
+
+    used, z = Times(True), torch.nn.Parameter(torch.randn(4, 4))
+    fast = torch.compile(used, backend="bcg", options={"buckets": [8]})
+    with torch.no_grad():
+        for k in range(10):
+            used.w = torch.nn.Parameter(torch.randn(4, 4))
+            fast(torch.randn(5 + k % 2, 4), z)
+    assert tgb.stats(used).replays >= 3
+
+
+def test_a_function_inside_that_has_the_same_name() -> None:
+    def outer() -> Any:
+        def outer(y: torch.Tensor) -> torch.Tensor:
+            y = F.linear(y, W).relu()
+            torch._dynamo.graph_break()
+            return F.linear(y, W).tanh()
+
+        return outer
+
+    inner = outer()
+    with torch.no_grad():
+        torch.compile(inner, backend="bcg")(torch.randn(3, 4))
+    tgb.stats(inner).expect(graphs=2)
+    tgb.stats(outer).expect(graphs=0)

@@ -436,3 +436,39 @@ def test_the_model_does_not_run() -> None:
         before = len(ran)
         assert tgb.would_replay(g, rows(3)) is None
         assert len(ran) == before == 2
+
+
+def test_a_changed_argument_with_a_source_fn_may_lie_anywhere() -> None:
+    """It is the tensor of ``source_fn`` that is recorded, not the caller's."""
+
+    def changes(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        return slotted(x, y)
+
+    mine = torch.zeros(5, 4)
+    kept = []
+    with compiled(changes, slots={"x": {"source_fn": lambda _: mine}}) as g:
+        for k in range(5):
+            kept.append(torch.randn(5, 4))
+            answer = tgb.would_replay(g, kept[-1], torch.ones(5, 4))
+            before = tgb.stats(g)
+            g(kept[-1], torch.ones(5, 4))
+            assert answer is not None
+            assert answer.code == ("not-recorded" if k < 2 else "unknown")
+            assert ((tgb.stats(g) - before).recordings == 1) == (k == 1)
+
+
+@pytest.mark.parametrize("option", [None, "every:2"])
+def test_an_audit_that_is_due_leaves_a_doubt(option: str | None) -> None:
+    """A call that fails it is answered eagerly."""
+    with compiled(slotted, dynamic=True, buckets=[8], audit=option or "capture") as g:
+        told = []
+        for n in (5, 8, 5, 5, 5, 5):
+            answer = tgb.would_replay(g, torch.randn(n, 4), torch.randn(n, 4))
+            before = tgb.stats(g)
+            g(torch.randn(n, 4), torch.randn(n, 4))
+            part = tgb.stats(g) - before
+            told.append("" if answer is None else answer.code)
+            assert part.audits == (answer is not None and (answer.code == "unknown" or not before.calls))
+    assert "unknown" in told
+    assert "" in told

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,7 +160,7 @@ class Inputs:
     """What the arguments must look like, beyond what Dynamo guards."""
 
     def __init__(self, plan: Plan, normal: NormalGraph, written: Sequence[int]) -> None:
-        self.plan, self.written = plan, tuple(written)
+        self.plan, self.written = plan, frozenset(written)
         values = [p.meta.get("val") for p in normal.placeholders]
         self.specs = {i: spec_of(v) for i, v in enumerate(values) if isinstance(v, torch.Tensor) and _strided(v)}
         self.aliases: tuple[Any, Reason | None] = (None, None)
@@ -218,19 +218,28 @@ class Inputs:
         return self.aliases[1]
 
     def _overlap(self, args: Sequence[Any], which: Sequence[int]) -> Reason | None:
-        by_storage: dict[int, list[tuple[int, int, int]]] = {}
-        extents = {i: _extent(args[i]) for i in which if args[i].layout is torch.strided}
-        for i in self.written:
-            if i in extents:
-                storage, start, end = extents[i]
-                by_storage.setdefault(storage, []).append((i, start, end))
-        for j, (storage, start, end) in extents.items():
-            for i, low, high in by_storage.get(storage, ()):
-                if i != j and start < high and low < end:
-                    names = self.plan.placeholders
-                    text = f"{names[i]}, which the graph changes, overlaps {names[j]}"
-                    return Reason("aliased-inputs", text, fix="pass tensors that do not share memory")
-        return None
+        extents = ((*_extent(args[i]), i) for i in which if args[i].layout is torch.strided and args[i].numel())
+        found = overlap(extents, self.written)
+        if found is None:
+            return None
+        changed, other = (self.plan.placeholders[i] for i in found)
+        text = f"{changed}, which the graph changes, overlaps {other}"
+        return Reason("aliased-inputs", text, fix="pass tensors that do not share memory")
+
+
+def overlap(extents: Iterable[tuple[int, int, int]], written: Set[int]) -> tuple[int, int] | None:
+    """One of ``written`` and another tensor that overlap, from (first byte, one past the last, number).
+
+    By address alone: two storages can share memory too (NumPy, DLPack).
+    """
+    reach: dict[bool, tuple[int, int]] = {}  # by whether it is written: the furthest end so far, and whose it is
+    for start, end, j in sorted(extents):
+        changed = j in written
+        for kind, (high, i) in reach.items():
+            if start < high and (changed or kind):
+                return (i, j) if kind else (j, i)
+        reach[changed] = max(reach.get(changed, (end, j)), (end, j))
+    return None
 
 
 def _strided(tensor: torch.Tensor) -> bool:
@@ -241,13 +250,10 @@ def _dims(spec: TensorSpec, sizes: Sizes) -> tuple[tuple[int, ...], tuple[int, .
     return tuple(evaluate(s, sizes) for s in spec.shape), tuple(evaluate(s, sizes) for s in spec.stride)
 
 
-def _extent(t: torch.Tensor) -> tuple[int, int, int]:
-    """Storage address, first byte and one past the last byte that a tensor can touch."""
-    if t.numel() == 0:
-        return -1, 0, 0
+def _extent(t: torch.Tensor) -> tuple[int, int]:
+    """Address of the first byte, and one past the last byte, that a tensor with entries can touch."""
     span = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
-    start = t.storage_offset() * t.element_size()
-    return t.untyped_storage().data_ptr(), int(start), int(start + span * t.element_size())
+    return t.data_ptr(), t.data_ptr() + int(span) * t.element_size()
 
 
 def grad_reason(args: Sequence[Any], turns_grad_on: bool) -> Reason | None:

@@ -39,20 +39,23 @@ class Auditor:
         self.every = int(mode.partition(":")[2]) if mode.startswith("every:") else 0
         self.layouts = layouts
 
-    def frame(self, entry: Entry, sizes: tuple[int, ...], args: Sequence[Any]) -> AuditedFirst | AuditedReplay | None:
-        """The frame of a call that is to be audited; ``None`` if this one is not.
+    def due(self, entry: Entry, sizes: tuple[int, ...]) -> tuple[bool, ...]:
+        """Whether a call is to be audited: which of its sizes are padded, and nothing if it is not.
 
         The first call of a key, and the first replay, each with rows of padding; for each set of sizes that are padded,
         since an audit only tells of those. Then every N-th replay, if that was asked for.
         """
         if not self.on:
-            return None
+            return ()
         bucketed = [s.kind == "bucketed" for s in entry.plan.symbols]
         padded = tuple(a < b and c for a, b, c in zip(sizes, entry.size_args, bucketed, strict=True))
-        if not any(padded):
-            return None
         again = self.every and entry.recorded and (entry.replays + 1) % self.every == 0
-        if (entry.recorded, padded) in entry.audited and not again:
+        return padded if any(padded) and (again or (entry.recorded, padded) not in entry.audited) else ()
+
+    def frame(self, entry: Entry, sizes: tuple[int, ...], args: Sequence[Any]) -> AuditedFirst | AuditedReplay | None:
+        """The frame of a call that is to be audited; ``None`` if this one is not."""
+        padded = self.due(entry, sizes)
+        if not padded:
             return None
         entry.audited.add((entry.recorded, padded))
         entry.program.watch_breaks()

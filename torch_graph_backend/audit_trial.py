@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +19,9 @@ import torch
 from torch_graph_backend.audit_rows import Bound, Bounds, guarded, spoil, write
 from torch_graph_backend.codegen import probed
 from torch_graph_backend.passes.capturable import tensors_of
+from torch_graph_backend.passes.layout import product
 from torch_graph_backend.passes.padding_rules_declared import TRASH
-from torch_graph_backend.plan import CapturedSegment
+from torch_graph_backend.plan import CapturedSegment, TensorSpec
 
 if TYPE_CHECKING:
     from torch_graph_backend.entry import Entry
@@ -90,7 +92,9 @@ class Trial:
         plan, e = self.entry.plan, self.entry
         if ref.kind == "slot":
             known = self.bounds.of(name)[0]  # what the proof takes as given of its tail, if anything
-            return [Bound(plan.slots[int(ref.key)].spec, e.slot_windows[int(ref.key)], known is None or known.free)]
+            planned = plan.slots[int(ref.key)]
+            spec = dense(planned.spec) if planned.arg in e.registry.computed else planned.spec
+            return [Bound(spec, e.slot_windows[int(ref.key)], known is None or known.free)]
         if ref.kind == "bridge":
             return [Bound(plan.bridges[int(ref.key)].spec, e.bridge_windows[int(ref.key)])]
         return self.bounds.of(str(ref.key)) if ref.kind == "static" else []
@@ -241,6 +245,14 @@ class Trial:
                     if (target.data_ptr(), target.stride()) != (source.data_ptr(), source.stride()):
                         write(target, source)
         return made
+
+
+def dense(spec: TensorSpec) -> TensorSpec:
+    """As a computed value lies in memory: one entry each, also where the argument repeats one (stride 0)."""
+    if 0 not in spec.stride:
+        return spec
+    stride = [product(spec.shape[d + 1 :]) for d in range(len(spec.shape))]
+    return replace(spec, stride=tuple(stride))
 
 
 def flat(value: Any) -> list[torch.Tensor]:

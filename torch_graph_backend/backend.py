@@ -102,7 +102,7 @@ def close(model: Any) -> None:
     inner = registry.unwrap(model)
     mine = {id(t) for t in (*inner.parameters(), *inner.buffers())} if isinstance(inner, torch.nn.Module) else set()
     for graph in registry.graphs_of(model):
-        given = [t for ref in graph.given if (t := ref()) is not None]
+        given = list(graph.given)
         if mine and any(id(t) not in mine for t in given):
             graph.release({t.data_ptr() for t in given if id(t) in mine})
         else:
@@ -157,6 +157,7 @@ class _Compiler:
         for placeholder in normal.placeholders:
             placeholder.meta[TRASH] = self.trash_row(placeholder)
             if placeholder.name in self.moving:  # read through a slot like any other argument
+                placeholder.meta["unpinned"] = placeholder.meta.get("static", False)
                 placeholder.meta["static"] = False
         middle = time.perf_counter()
         unread = unreadable(normal.placeholders)

@@ -1,8 +1,9 @@
 """Which compiled graphs exist, and which belong to a model. Weak: it keeps neither graphs nor models alive.
 
 A string backend is never told which model it compiles. A graph belongs to a module if it was given one of the module's
-parameters or buffers, or holds one, or, if no parameter that it was given is left, if its code is the module's
-``forward``; to a function if its code is the function's.
+parameters or buffers, or holds one (in any call so far: weights can be replaced); to a module without any if its code
+is the module's ``forward``; to a function if its code is the function's. Where there are weights code does not count:
+all instances of a class share it.
 
 Dynamo makes at most ``recompile_limit`` graphs of one code object, of all instances of a class together; what needs
 another one then runs without any backend, and no count of ours sees it. So reaching the limit is noted here.
@@ -68,20 +69,14 @@ def all_graphs() -> list[CompiledGraph]:
 def graphs_of(model: Any) -> list[CompiledGraph]:
     """The compiled graphs of a module, a compiled module, or a (compiled) function."""
     model = unwrap(model)
+    if isinstance(model, torch.nn.Module):
+        mine = {id(t) for t in (*model.parameters(), *model.buffers())}
+        if mine:
+            found = [(g, [*(w() for w in ws), *g.given]) for ref, _, ws in _graphs if (g := ref()) is not None]
+            return [g for g, weights in found if any(id(t) in mine for t in weights)]
     wanted = _codes_of(model)
-    mine = {id(t) for t in (*model.parameters(), *model.buffers())} if isinstance(model, torch.nn.Module) else set()
-    found = []
-    for ref, codes, ws in _graphs:
-        if (graph := ref()) is None:
-            continue
-        weights = [t for w in (*ws, *graph.given) if (t := w()) is not None]
-        ours = any(id(t) in mine for t in weights)
-        # Weights that were replaced again and again are copied in and not followed; then nobody's are left.
-        if not ours and not (mine and any(isinstance(t, torch.nn.Parameter) for t in weights)):
-            ours = any(_part_of(c, w) for c in codes[:1] for w in wanted)
-        if ours:
-            found.append(graph)
-    return found
+    traced = [(ref(), codes[:1]) for ref, codes, _ in _graphs]
+    return [g for g, its in traced if g is not None and any(_part_of(c, w) for c in its for w in wanted)]
 
 
 def _part_of(code: CodeType, whole: CodeType) -> bool:
@@ -90,6 +85,8 @@ def _part_of(code: CodeType, whole: CodeType) -> bool:
         return True
     if code.co_filename != whole.co_filename or not code.co_name.startswith(f"{_RESUMED}{whole.co_name}_at_"):
         return False
+    if any(_part_of(code, inner) for inner in whole.co_consts if isinstance(inner, CodeType)):
+        return False  # of a function inside that has the same name
     lines = [line for _, _, line in whole.co_lines() if line is not None]
     return min(lines) <= code.co_firstlineno <= max(lines)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Hashable, Mapping, Sequence, Set
 from typing import Any
 
@@ -27,7 +26,7 @@ from torch_graph_backend.device_state import DeviceState
 from torch_graph_backend.entry import Entry
 from torch_graph_backend.errors import StrictModeError
 from torch_graph_backend.inductor import Compiles, prepare
-from torch_graph_backend.instances import MAX_MOVES, Instance, Instances
+from torch_graph_backend.instances import MAX_MOVES, Instance, Instances, Met
 from torch_graph_backend.ledger import Ledger, log
 from torch_graph_backend.passes.normalize import NormalGraph
 from torch_graph_backend.passes.reasons import Reason
@@ -61,8 +60,8 @@ class CompiledGraph:
         self.lock: Any = threading.RLock()
         self.turns_grad_on = False
         self.ambient = takes_ambient_device(gm)
-        #: Weights of other modules that share the graph, as they are met.
-        self.given: list[weakref.ref[torch.Tensor]] = []
+        #: Weights as they are met: of other modules that share the graph, and new ones.
+        self.given = Met()
         self.closed = False
         self.registry = BufferRegistry()
         self.compiles = Compiles()
@@ -90,6 +89,7 @@ class CompiledGraph:
         ladders = [self.config.ladder_for(s.source) for s in plan.bucketed]
         self.keys = Keys(plan, ladders, Bounds.of(normal.fake_mode, symbols, plan.conditions))
         self.instances = Instances([i for i in plan.pinned if normal.placeholders[i].meta.get("static")])
+        self.unpinned = [i for i, p in enumerate(normal.placeholders) if p.meta.get("unpinned")]
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
@@ -116,6 +116,8 @@ class CompiledGraph:
                 finally:
                     entry.state.running = False
             if reason is None:
+                if self.unpinned:  # no instance knows these
+                    self.given.add(args[i] for i in self.unpinned)
                 if (wish := current_wish()) is not None:
                     serve(self, wish, list(args))
                 return out
@@ -162,9 +164,11 @@ class CompiledGraph:
             resting = Reason("out-of-memory", f"key {entry.key} ran out of memory lately") if entry.rest else None
             found = entry.refused or resting or entry.uncaptured
             return found or Reason("not-recorded", f"key {entry.key} is not recorded yet")
-        moved = entry.moved(list(args))
+        moved = [i for i in entry.moved(list(args)) if i not in self.registry.sourced]  # those lie elsewhere anyway
         if moved:
             return Reason("not-recorded", f"{self.inputs.plan.placeholders[moved[0]]} moved since the recording")
+        if self.auditor.due(entry, sizes):
+            return Reason("unknown", "the call would be audited, and what fails an audit is answered eagerly")
         return self.registry.untold(entry.plan, sizes in entry.frames)
 
     def level(self) -> DeviceState | None:
@@ -233,8 +237,7 @@ class CompiledGraph:
             text = f"{self.name} serves {MAX_INSTANCES} sets of weights already"
             return Reason("recording-cap", text, fix="compile modules that share code one by one")
         made = self.instances.add(args)
-        self.given = [w for w in self.given if w() is not None]
-        self.given += [weakref.ref(args[i]) for i in self.instances.weights]
+        self.given.add(args[i] for i in self.instances.weights)
         restless = self.instances.restless()
         if restless:
             nbytes = sum(args[i].nbytes for i in restless)
