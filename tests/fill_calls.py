@@ -56,21 +56,23 @@ def model(count: int) -> Callable[..., Any]:
         for k, x in enumerate(xs):
             wide = torch.view_as_real(x).flatten(1) if x.is_complex() else x.float()
             first = KINDS[k % len(KINDS)][0][0]
-            rows = wide.sum(0) if first else wide.reshape(total.shape[0], -1).sum(-1)
-            total = total + rows.unsqueeze(-1) * (k + 1)
+            rows = wide.sum(0) if first else wide.reshape(wide.shape[0], -1).sum(-1)
+            total = total + rows.unsqueeze(-1) * (k + 1)  # which says that the sizes are equal
         return total, total.sin()
 
     return f
 
 
 def sources(count: int, n: int, device: torch.device | str, seed: int) -> list[torch.Tensor]:
-    """Arguments at a real size."""
+    """Arguments at a real size, which is the one size that changes: with a symbol for every dimension Dynamo would not
+    know that they are one size, and most would be no slots."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for k in range(count):
         shape, dtype = KINDS[k % len(KINDS)]
         values = torch.randint(0, 90, tuple(n if d is None else d for d in shape), generator=generator)
         found.append((values % 2 if dtype is torch.bool else values).to(dtype).to(device))
+        torch._dynamo.maybe_mark_dynamic(found[-1], shape.index(None))
     return found
 
 
@@ -88,6 +90,8 @@ class Seen:
     slots: list[list[torch.Tensor]] = field(default_factory=list)
     #: Kinds of fillers, and fills by one launch alone.
     kinds: set[str] = field(default_factory=set)
+    #: Numbers of slots that a fill serves.
+    counts: set[int] = field(default_factory=set)
     launches: list[int] = field(default_factory=list)
 
     def differs(self, other: Seen) -> str:
@@ -128,7 +132,7 @@ def run(
     made: set[int] = set()
     with torch.no_grad(), chosen(enabled, "cpu"):
         options = {"buckets": BUCKETS, "slots": declared(count, policies)}
-        f = torch.compile(model(count), backend="bcg", dynamic=True, options=options)
+        f = torch.compile(model(count), backend="bcg", options=options)
         for k, n in enumerate(sizes):
             if around is not None:
                 around(f, k)
@@ -146,6 +150,7 @@ def run(
                                 buffer.zero_()
                 seen.slots.append([t.clone() for e in entries(f) for t in e.slots])
         seen.kinds = {type(x).__name__ for x in fillers(f)}
+        seen.counts = {len(x.real) for x in fillers(f)}
         assert not [g.plan.refused for g in registry.graphs_of(f) if g.plan is not None and g.plan.refused]
         assert not tgb.stats(f).eager, tgb.stats(f)
     return seen
@@ -156,6 +161,8 @@ def compared(count: int, policies: Sequence[P], device: torch.device | str, **mo
     plain, fused = (run(enabled, count, policies, device, **more) for enabled in (False, True))
     if plain.kinds != {"Filler"} or fused.kinds != {"FusedFiller"}:
         return f"the fillers are {plain.kinds} and {fused.kinds}"
+    if plain.counts != {count} or fused.counts != {count}:
+        return f"there are {plain.counts} and {fused.counts} slots"
     if 1 not in fused.launches:
         return f"no call was filled by one launch: {fused.launches}"
     return fused.differs(plain)

@@ -68,7 +68,7 @@ def test_slots_that_move() -> None:
 def test_another_layout_at_the_same_address() -> None:
     """Dynamo or admission keep it from the table of the first layout; rows that are not aligned are copied."""
     f = fill_calls.model(2)
-    with fill_calls.chosen(True, "cpu"), compiled(f, dynamic=True, buckets=[8]) as g:
+    with fill_calls.chosen(True, "cpu"), compiled(f, buckets=[8]) as g:
         args = fill_calls.sources(2, 5, DEVICE, 1)
         for _ in range(4):
             same(g(*args), f(*args))
@@ -90,7 +90,7 @@ def test_another_layout_at_the_same_address() -> None:
 @inside
 def test_sizes_of_zero_and_one() -> None:
     f = fill_calls.model(10)
-    with fill_calls.chosen(True, "cpu"), compiled(f, dynamic=True, buckets=[1, 8]) as g:
+    with fill_calls.chosen(True, "cpu"), compiled(f, buckets=[1, 8]) as g:
         for n in (5, 1, 5, 1, 6):
             args = fill_calls.sources(10, n, DEVICE, n)
             for _ in range(3):
@@ -112,7 +112,7 @@ def test_sizes_of_zero_and_one() -> None:
 def test_tensors_of_inference_mode(mode: Any) -> None:
     """First frames made in one mode, later calls in the other."""
     f = fill_calls.model(10)
-    with fill_calls.chosen(True, "cpu"), compiled(f, dynamic=True, buckets=[8]) as g:
+    with fill_calls.chosen(True, "cpu"), compiled(f, buckets=[8]) as g:
         for n in (5, 6, 5):
             for now in (mode, torch.no_grad, torch.inference_mode):
                 with now():
@@ -126,7 +126,7 @@ def test_two_threads() -> None:
     """Each on a stream of its own, with sizes of its own, on the same slots."""
     f = fill_calls.model(10)
     wrong: list[str] = []
-    with fill_calls.chosen(True, "cpu"), compiled(f, dynamic=True, buckets=[8]) as g:
+    with fill_calls.chosen(True, "cpu"), compiled(f, buckets=[8]) as g:
         for n in (5, 6, 5):
             g(*fill_calls.sources(10, n, DEVICE, n))
 
@@ -150,6 +150,27 @@ def test_two_threads() -> None:
     assert {type(x).__name__ for x in fill_calls.fillers(g)} == {"FusedFiller"}
 
 
+@inside
+@pytest.mark.usefixtures("no_grad")
+def test_a_fill_by_itself() -> None:
+    """The helpers of the tests below find a frame and give it its sources in the order of the slots."""
+    f = fill_calls.model(10)
+    with fill_calls.chosen(True, "cpu"), compiled(f, buckets=[8]) as g:
+        for n in (5, 6, 5, 6):
+            g(*fill_calls.sources(10, n, DEVICE, n))
+        frame, args = frame_of(g, 5), fill_calls.sources(10, 5, DEVICE, 1)
+        frame.slot_filler.fill(in_order(frame, args))
+        for rows, source in zip(frame.slot_filler.real, in_order(frame, args), strict=True):
+            assert torch.equal(rows, source)
+
+
+def in_order(frame: Any, args: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The arguments of a call in the order of the slots. (Sizes are arguments of the graph too, between them.)"""
+    ranks = sorted(frame.slot_args)
+    assert len(ranks) == len(args)
+    return [args[ranks.index(i)] for i in frame.slot_args]
+
+
 def frame_of(g: Any, n: int) -> Any:
     """The frame of a real size: the first argument of ``fill_calls.model`` has one row for each."""
     frames = [x for e in fill_calls.entries(g) for x in e.frames.values()]
@@ -167,7 +188,7 @@ def same(got: Any, want: Any) -> None:
 def one_key() -> Iterator[Any]:
     """Ten slots of one key, replayed several times through the kernel: the function, its compiled form, arguments."""
     f = fill_calls.model(10)
-    with fill_calls.chosen(True), compiled(f, dynamic=True, buckets=[8]) as g:
+    with fill_calls.chosen(True), compiled(f, buckets=[8]) as g:
         sets = [fill_calls.sources(10, 5, DEVICE, k) for k in range(4)]
         for n in (5, 6):
             for args in (fill_calls.sources(10, n, DEVICE, 9), *sets):
@@ -196,8 +217,8 @@ class TestOnAGpu:
         """Addresses that were seen: none of the device, none that is pinned; further ones: none of the device."""
         _, g, sets = one_key
         frame = frame_of(g, 5)
-        order = [[args[i] for i in frame.slot_args] for args in sets]
-        more = [[args[i] for i in frame.slot_args] for args in (fill_calls.sources(10, 5, DEVICE, k) for k in range(9))]
+        order = [in_order(frame, args) for args in sets]
+        more = [in_order(frame, fill_calls.sources(10, 5, DEVICE, k)) for k in range(9)]
         for filled, sources in ((1, order), (40, more)):
             for args in sources:
                 frame.slot_filler.fill(args)
@@ -219,7 +240,7 @@ class TestOnAGpu:
             out = g(*static)
         assert tgb.stats(g).eager["already-capturing"] == eager + 1
         with torch.cuda.graph(fills):
-            filler.fill([static[i] for i in frame.slot_args])
+            filler.fill(in_order(frame, static))
         assert filler.known == known
         for args in sets:
             for target, value in zip(static, args, strict=True):
@@ -227,8 +248,8 @@ class TestOnAGpu:
             graph.replay()
             same(out, f(*args))
             fills.replay()
-            for rows, i in zip(filler.real, frame.slot_args, strict=True):
-                assert torch.equal(rows, args[i])
+            for rows, source in zip(filler.real, in_order(frame, args), strict=True):
+                assert torch.equal(rows, source)
             same(g(*args), f(*args))
 
     def test_streams_in_turn(self, one_key: Any) -> None:
@@ -261,7 +282,7 @@ class TestOnAGpu:
         f, device = fill_calls.model(10), torch.device("cuda", 1)
         args = fill_calls.sources(10, 5, device, 0)
         activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        with torch.cuda.device(0), fill_calls.chosen(True), compiled(f, dynamic=True, buckets=[8]) as g:
+        with torch.cuda.device(0), fill_calls.chosen(True), compiled(f, buckets=[8]) as g:
             for _ in range(4):
                 g(*args)
             with torch.profiler.profile(activities=activities) as profile:
@@ -277,7 +298,7 @@ class TestOnAGpu:
         """A stream of the slots' device captures while another device is current: the call is eager."""
         f, device = fill_calls.model(10), torch.device("cuda", 1)
         args = fill_calls.sources(10, 5, device, 0)
-        with fill_calls.chosen(True), compiled(f, dynamic=True, buckets=[8]) as g:
+        with fill_calls.chosen(True), compiled(f, buckets=[8]) as g:
             for _ in range(4):
                 g(*args)
             graph = torch.cuda.CUDAGraph()

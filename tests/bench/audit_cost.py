@@ -1,8 +1,9 @@
-"""What an audit costs: a call of a key that is audited beside one that is not (HF Llama, prefill and decode, on a CPU).
+"""What an audit costs: a call of a key that is audited beside one that is not (HF Llama, prefill and decode).
 
-    python tests/bench/audit_cost.py [out.json] [--layers 4] [--hidden 256] [--calls 20]
+    python tests/bench/audit_cost.py [out.json] [--device cpu|cuda] [--layers 4] [--hidden 256] [--calls 20]
 
-Medians over calls, in milliseconds: a replay, a replay that is audited (``every:1``), and their ratio.
+Medians over calls, in milliseconds until the device is done: a replay, a replay that is audited (``every:1``), and
+their ratio.
 """
 
 from __future__ import annotations
@@ -32,14 +33,18 @@ def median_ms(model: Any, option: str, shape: tuple[int, int], calls: int) -> tu
     torch._dynamo.reset()
     tgb.reset()
     fast = torch.compile(model, backend="bcg", options={"buckets": [4, 8, 16], "audit": option})
-    ids = torch.randint(1, 512, shape)
+    device = next(model.parameters()).device
+    sync = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    ids = torch.randint(1, 512, shape).to(device)
     for dim in range(2):
         torch._dynamo.maybe_mark_dynamic(ids, dim)
     times = []
     with torch.no_grad():
         for _ in range(calls + 3):
+            sync()
             start = time.perf_counter()
             fast(ids, use_cache=False)
+            sync()
             times.append(1e3 * (time.perf_counter() - start))
     return statistics.median(times[3:]), tgb.stats(model)
 
@@ -47,12 +52,13 @@ def median_ms(model: Any, option: str, shape: tuple[int, int], calls: int) -> tu
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", nargs="?")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--calls", type=int, default=20)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    model = llama(options.layers, options.hidden, 512)
+    model = llama(options.layers, options.hidden, 512).to(options.device)
     rows = []
     for name, shape in CALLS.items():
         plain, off = median_ms(model, "off", shape, options.calls)
@@ -68,7 +74,7 @@ def main() -> None:
         "hidden": options.hidden,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "machine": platform.machine(),
+        "machine": torch.cuda.get_device_name() if options.device == "cuda" else platform.machine(),
         "rows": rows,
     }
     text = json.dumps(found, indent=1)
