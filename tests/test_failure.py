@@ -5,103 +5,18 @@ Failures are injected into the recorder. Every test runs on the CPU, and on a CU
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from failure_harness import LAYERS, SEGMENTS, Injected, W, check, fail, only_graph, tokens, twins
 from torch import Tensor, nn
 
 import torch_graph_backend as tgb
-from torch_graph_backend import registry
-from torch_graph_backend.runner import FIRST_REST, CompiledGraph
-
-W = 16
-
 
 pytestmark = pytest.mark.usefixtures("no_grad")
-
-
-class Layer(nn.Module):
-    """A segment that changes a counter in place, around eager attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(W, W), nn.Linear(W, W)
-        self.register_buffer("seen", torch.zeros(W))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.relu(self.up(x))
-        self.seen.add_(1.0)
-        a = F.scaled_dot_product_attention(h[None, None], h[None, None], h[None, None], is_causal=True)[0, 0]
-        return x + self.down(a) * self.seen
-
-
-LAYERS = 3
-SEGMENTS = LAYERS + 1
-
-
-def model(device: str) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*(Layer() for _ in range(LAYERS))).to(device).eval()
-
-
-def tokens(device: str, n: int) -> Tensor:
-    x = torch.randn(n, W).to(device)
-    torch._dynamo.maybe_mark_dynamic(x, 0)
-    return x
-
-
-def twins(device: str, **options: Any) -> tuple[nn.Module, Callable[..., Any], nn.Module]:
-    """A model, the same compiled, and an equal one for eager answers (both have state)."""
-    net, other = model(device), model(device)
-    return net, torch.compile(net, backend="bcg", options=options or None), other
-
-
-def check(fast: Callable[..., Any], net: nn.Module, other: nn.Module, x: Tensor) -> None:
-    torch.testing.assert_close(fast(x), other(x), rtol=1e-4, atol=1e-5)
-    for (name, a), b in zip(net.state_dict().items(), other.state_dict().values(), strict=True):
-        torch.testing.assert_close(a, b, msg=lambda text, name=name: f"{name}: {text}")
-
-
-def only_graph(net: nn.Module) -> CompiledGraph:
-    (graph,) = registry.graphs_of(net)
-    return graph
-
-
-class Injected(RuntimeError):  # noqa: N818 (no error of ours)
-    pass
-
-
-def fail(
-    monkeypatch: pytest.MonkeyPatch,
-    net: nn.Module,
-    when: Callable[[int], bool],
-    error: Callable[[], BaseException],
-    inside: bool = True,
-) -> list[int]:
-    """Make recordings number ``when`` raise, from inside the segment's Python or before it; returns the count."""
-    recorder = only_graph(net).recorder
-    real = recorder.capture_one
-    count = [0]
-
-    def capture_one(segment: Any, args: Any, weak: Any = ()) -> Any:
-        count[0] += 1
-        if not when(count[0] - 1):
-            return real(segment, args, weak)
-        if not inside:
-            raise error()
-
-        def broken(*tensors: Any) -> Any:
-            segment(*tensors)
-            raise error()
-
-        return real(broken, args, weak)
-
-    monkeypatch.setattr(recorder, "capture_one", capture_one)
-    return count
 
 
 @pytest.mark.parametrize("inside", [True, False])
@@ -273,7 +188,7 @@ def test_a_capture_that_breaks_anywhere_is_ended_once(step: str, kind: type[Base
 
     everything = ["begin", "segment", "end"]
     if not step:
-        assert recorder._capture(Graph(), segment, ()) == (out,)
+        assert recorder._capture(Graph(), segment, ()) == ((out,), True)
         assert done == everything
         return
     with pytest.raises(kind, match=step):
@@ -331,97 +246,6 @@ def test_an_interrupt_while_recording_leaves_the_model_usable(device: str, monke
     for n in (9, 9, 10):
         check(fast, net, other, tokens(device, n))
     assert tgb.stats(net).replays >= 1
-
-
-# -- memory ------------------------------------------------------------------------------------------------------------
-
-
-def test_out_of_memory_while_recording_drops_old_recordings_and_answers_eagerly(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    net, fast, other = twins(device)
-    for n in (9, 9, 40, 40, 100, 100, 200):
-        check(fast, net, other, tokens(device, n))
-    graph = only_graph(net)
-    assert [e.recorded for e in graph.entries.values()] == [True, True, True, False]
-    fail(monkeypatch, net, lambda i: i == 2, lambda: torch.OutOfMemoryError("injected"))
-    check(fast, net, other, tokens(device, 200))
-    assert [e.recorded for e in graph.entries.values()] == [False, False, True, False]
-    for _ in range(FIRST_REST):
-        check(fast, net, other, tokens(device, 200))
-    stats = tgb.stats(net)
-    assert stats.eager == {"out-of-memory": 1 + FIRST_REST}
-    monkeypatch.undo()
-    for n in (200, 200, 200, 100, 9, 9):
-        check(fast, net, other, tokens(device, n))
-    assert [e.recorded for e in graph.entries.values()] == [True, False, True, True]
-    assert tgb.stats(net).eager == stats.eager
-
-
-class Pure(nn.Module):
-    """Changes nothing of the caller's: a call that failed half-way may be run again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(W, W), nn.Linear(W, W)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.relu(self.up(x)).softmax(0))
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_out_of_memory_in_a_call_that_changed_nothing_is_answered_eagerly(
-    device: str, monkeypatch: pytest.MonkeyPatch, first: bool
-) -> None:
-    torch.manual_seed(0)
-    net = Pure().to(device)
-    fast = torch.compile(net, backend="bcg")
-    for _ in range(0 if first else 3):
-        torch.testing.assert_close(fast(tokens(device, 9)), fast(tokens(device, 9)), atol=100, rtol=100)
-    real = torch._foreach_copy_
-    monkeypatch.setattr(torch, "_foreach_copy_", lambda *a: (_ for _ in ()).throw(torch.OutOfMemoryError("injected")))
-    x = tokens(device, 9)
-    torch.testing.assert_close(fast(x), net(x), rtol=1e-4, atol=1e-5)
-    assert tgb.stats(net).eager["out-of-memory"] == 1
-    monkeypatch.setattr(torch, "_foreach_copy_", real)
-    for _ in range(FIRST_REST + 3):
-        torch.testing.assert_close(fast(x), net(x), rtol=1e-4, atol=1e-5)
-    assert tgb.stats(net).eager["out-of-memory"] == 1 + FIRST_REST
-    assert tgb.stats(net).replays >= 2
-
-
-def test_out_of_memory_after_a_side_effect_is_the_callers(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The counter was changed already: running the call again would change it twice."""
-    net, fast, other = twins(device)
-    for _ in range(3):
-        check(fast, net, other, tokens(device, 9))
-    graph = only_graph(net)
-    real = graph.recorder.replay
-    count = [0]
-
-    def replay(recording: Any) -> None:
-        count[0] += 1
-        if count[0] == 2:
-            raise torch.OutOfMemoryError("injected")
-        real(recording)
-
-    monkeypatch.setattr(graph.recorder, "replay", replay)
-    with pytest.raises(torch.OutOfMemoryError, match="injected"):
-        fast(tokens(device, 9))
-    monkeypatch.undo()
-    assert net[0].seen.tolist() == [4.0] * W, "changed once, before the failure"
-    other.load_state_dict(net.state_dict())
-    check(fast, net, other, tokens(device, 40))
-
-
-def test_the_cap_on_bytes(device: str) -> None:
-    net, fast, other = twins(device, max_bytes=1)
-    for n in (9, 9, 9, 40, 40):
-        check(fast, net, other, tokens(device, n))
-    stats = tgb.stats(net)
-    assert stats.replays >= 2, "the first key is always allowed"
-    assert stats.eager == {"recording-cap": 2}
-    assert "max_bytes" in stats.reasons["recording-cap"].fix
 
 
 # -- breaks ------------------------------------------------------------------------------------------------------------

@@ -69,22 +69,31 @@ class DeviceState:
         below = self.inner.nbytes if self.inner is not None else 0
         return self.arena.nbytes + self.recorder.nbytes + below
 
-    def relieve(self, keep: Entry | None = None) -> int:
+    def relieve(self, keep: Entry | None = None, everything: bool = False) -> int:
         """Memory ran out: drop the least recently used half of all recordings but ``keep``'s; returns how many.
 
         If there is none left to drop but ``keep``'s, that one goes too, and with it the recorder's whole pool: its
-        memory goes back to the device only when its last recording is gone.
+        memory goes back to the device only when its last recording is gone. ``everything``: so it does now.
         """
         held = sorted((e for e in self._entries if e.recorded and e is not keep), key=lambda e: e.last_used)
-        dropped = held[: (len(held) + 1) // 2]
-        if keep is not None and not held and keep.recorded:
-            dropped = [keep]
+        dropped = held if everything else held[: (len(held) + 1) // 2]
+        if keep is not None and keep.recorded and (everything or not held):
+            dropped = [*dropped, keep]
         for entry in dropped:
             entry.forget()
         if not any(e.recorded for e in self._entries):
             self.recorder.cleanup()
         self.recorder.trim()
         return len(dropped)
+
+    def give_way(self) -> bool:
+        """Free all memory of recordings for somebody who needs it; whether there was any. Not while a call runs on
+        them."""
+        with self.lock:
+            if self.running or not self.recorder.nbytes:
+                return False
+            self.relieve(everything=True)
+            return True
 
 
 _states: dict[torch.device, DeviceState] = {}

@@ -129,7 +129,14 @@ class CompiledGraph:
         self.ledger.count_eager(reason)
         if (wish := current_wish()) is not None:
             wish.done.append((self.name, "", reason))
-        return self.gm.forward(*(self.registry.whole(args) if self.registry.computed else args))
+        given = self.registry.whole(args) if self.registry.computed else args
+        try:
+            return self.gm.forward(*given)
+        except (torch.OutOfMemoryError, MemoryError):
+            if not (self.pure and self.state is not None and self.state.give_way()):
+                raise
+        log.warning("%s: an eager call ran out of memory; all recordings were dropped for it", self.name)
+        return self.gm.forward(*given)
 
     def refuse_if_strict(self, reason: Reason) -> None:
         """Raise, if the user asked for strictness, before anything of this call has run."""
@@ -356,7 +363,9 @@ class CompiledGraph:
     def memory_ran_out(self, entry: Entry, error: BaseException) -> Reason:
         """Drop what was used least recently; this key is answered eagerly for a while."""
         entry.forget()
-        dropped = entry.state.relieve(keep=entry)
+        # Half of them is enough for other recordings. But the pool's memory goes back with its last recording alone,
+        # and an eager call that changes something could not be tried once more.
+        dropped = entry.state.relieve(keep=entry, everything=not (self.pure or entry.recorder.frees_parts))
         entry.rest_for(FIRST_REST)
         text = f"key {entry.key} ran out of memory; {dropped} other recordings were dropped: {error}"
         return Reason("out-of-memory", text, fix="use fewer or smaller buckets, or lower max_bytes")

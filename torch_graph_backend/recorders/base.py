@@ -58,6 +58,8 @@ class CaptureBackend(abc.ABC):
 
     #: Whether an uncaptured run allocates from the pool.
     first_runs_in_pool: ClassVar[bool] = False
+    #: Whether memory of a dropped recording goes back to the device while others are kept.
+    frees_parts: ClassVar[bool] = True
 
     @abc.abstractmethod
     def can_run(self) -> Reason | None:

@@ -14,6 +14,7 @@ the caller's current stream. What is not obvious, and why:
 * the garbage collector is off while recording: a tensor freed by it would be freed inside the capture.
 * while a recording runs, random CUDA calls of *other* threads raise on torch 2.11 (the default generator belongs to the
   capture, whatever is captured); recordings are short, and ahead of time where that matters.
+* a segment all of whose kernels ran on nothing (tensors without entries) records an empty graph, which is not launched.
 * an event orders a replay after the previous one when the caller changed streams: the buffers are shared.
 """
 
@@ -41,17 +42,25 @@ from torch_graph_backend.passes.torch_api import (
 )
 from torch_graph_backend.recorders.base import CaptureBackend, Recording, Segment
 
+EMPTY = "The CUDA Graph is empty"
 
-def _end(graph: torch.cuda.CUDAGraph) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+
+def _end(graph: torch.cuda.CUDAGraph) -> bool:
+    """End a capture: whether anything was recorded. (A warning is the only way in which torch 2.11 to 2.13 say so.)"""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         graph.capture_end()
+    others = [w for w in caught if EMPTY not in str(w.message)]
+    for w in others:
+        warnings.warn_explicit(w.message, w.category, w.filename, w.lineno)
+    return len(others) == len(caught)
 
 
 class CudaRecorder(CaptureBackend):
     """Records segments on one CUDA device. Not re-entrant: the caller holds the device's lock."""
 
     first_runs_in_pool = True
+    frees_parts = False  # the allocator frees the blocks of a pool when nobody records into it or replays from it
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -157,21 +166,24 @@ class CudaRecorder(CaptureBackend):
         self._recording = True
         try:
             with torch.cuda.stream(self.stream):
-                outputs = self._capture(graph, segment, args)
+                outputs, filled = self._capture(graph, segment, args)
         finally:
             self._recording = False
         self._graphs.add(graph)
-        return Recording(outputs=outputs, handle=graph, kernels=1)
+        return Recording(outputs=outputs, handle=graph, kernels=int(filled))
 
-    def _capture(self, graph: torch.cuda.CUDAGraph, segment: Segment, args: Sequence[Any]) -> tuple[Any, ...]:
+    def _capture(
+        self, graph: torch.cuda.CUDAGraph, segment: Segment, args: Sequence[Any]
+    ) -> tuple[tuple[Any, ...], bool]:
+        """The results of a segment, and whether the graph has anything to launch."""
         try:
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             results = segment(*args)
-            _end(graph)
+            filled = _end(graph)
         except BaseException:
             self._abandon(graph)
             raise
-        return (results,) if isinstance(results, torch.Tensor) else tuple(results)
+        return (results,) if isinstance(results, torch.Tensor) else tuple(results), filled
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a broken capture; the exception that broke it is the one the user sees.
@@ -206,7 +218,8 @@ class CudaRecorder(CaptureBackend):
     def replay(self, recording: Recording) -> None:
         if recording.handle not in self._graphs:
             raise ReplayError("this segment")
-        recording.handle.replay()
+        if recording.kernels:
+            recording.handle.replay()
 
     def cleanup(self) -> None:
         torch.cuda.synchronize(self.device)
