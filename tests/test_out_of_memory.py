@@ -132,6 +132,23 @@ def test_an_eager_call_that_changed_something_is_not_tried_twice(device: str, mo
     assert len(tried) == 1
 
 
+def test_an_eager_call_of_a_graph_without_a_plan(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not known whether it may run twice, nor on what device."""
+
+    def f(x: Tensor) -> Tensor:
+        return x.to(torch.float64).sin()
+
+    fast = torch.compile(f, backend="bcg")
+    monkeypatch.setattr(backend, "normalise", lambda *_: (_ for _ in ()).throw(RuntimeError("no plan")))
+    x = tokens(device, 9)
+    torch.testing.assert_close(fast(x), f(x))
+    (graph,) = registry.graphs_of(f)
+    assert graph.plan is None
+    monkeypatch.setattr(graph, "gm", SimpleNamespace(forward=lambda *_: (_ for _ in ()).throw(MemoryError("injected"))))
+    with pytest.raises(MemoryError, match="injected"):
+        fast(x)
+
+
 def test_out_of_memory_after_a_side_effect_is_the_callers(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The counter was changed already: running the call again would change it twice."""
     net, fast, other = twins(device)

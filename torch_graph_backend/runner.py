@@ -58,7 +58,7 @@ class CompiledGraph:
         #: process that a recording freezes.
         self.entries: dict[tuple[ShapeKey, int, int, Hashable], Entry] = {}
         self.lock: Any = threading.RLock()
-        self.turns_grad_on = False
+        self.turns_grad_on = self.pure = False
         self.ambient = takes_ambient_device(gm)
         #: Weights as they are met: of other modules that share the graph, and new ones.
         self.given = Met()
@@ -133,7 +133,7 @@ class CompiledGraph:
         try:
             return self.gm.forward(*given)
         except (torch.OutOfMemoryError, MemoryError):
-            if not (self.pure and self.state is not None and self.state.give_way()):
+            if not (self.pure and self.state.give_way()):
                 raise
         log.warning("%s: an eager call ran out of memory; all recordings were dropped for it", self.name)
         return self.gm.forward(*given)
