@@ -11,6 +11,7 @@ from failure_harness import W, check, fail, only_graph, tokens, twins
 from torch import Tensor, nn
 
 import torch_graph_backend as tgb
+from torch_graph_backend import backend, registry
 from torch_graph_backend.passes.reasons import Reason
 from torch_graph_backend.runner import FIRST_REST
 
