@@ -539,9 +539,11 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--seconds", type=float, default=540, help="no part is begun after this time")
+    parser.add_argument("--prompts", type=int, default=2, help="how many prompts generate is timed with")
     parser.add_argument("--tiny", action="store_true", help="sizes to try the script with")
     args = parser.parse_args()
     s = Setting.tiny(args.device) if args.tiny else Setting(args.device, args.layers, args.width)
+    s.prompts = s.prompts[: args.prompts]
     start = time.perf_counter()
     result = about(s)
     with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=64):

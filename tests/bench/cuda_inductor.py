@@ -1,6 +1,6 @@
 """What Inductor's segments bring on a GPU, beside other modes, in one run.
 
-    python tests/bench/cuda_inductor.py docs/bench/cuda_inductor.json [--seconds 400]
+    python tests/bench/cuda_inductor.py docs/bench/cuda_inductor.json [--work wide] [--only "bcg all"] [--seconds 400]
     python tests/bench/cuda_inductor.py out.json --device cpu --tiny     # does the script itself work?
 
 The decoder of ``cuda_decoder.py`` (16 layers, 2048 wide, bfloat16, SDPA on one sequence) in two workloads: ``small``,
@@ -162,6 +162,7 @@ def main() -> int:
     parser.add_argument("json", type=Path)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--work", nargs="+", choices=WORK, default=list(WORK))
     parser.add_argument("--seconds", type=float, default=400, help="no contender is begun after this time")
     parser.add_argument("--cap", type=int, default=75, help="the option inductor_seconds")
     parser.add_argument("--tiny", action="store_true", help="sizes to try the script with")
@@ -171,7 +172,8 @@ def main() -> int:
     result: dict[str, Any] = {"torch": torch.__version__, "device": name, "layers": s.layers, "width": s.width}
     start = time.perf_counter()
     with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=64):
-        for workload, work in (TINY if args.tiny else WORK).items():
+        for workload in args.work:
+            work = (TINY if args.tiny else WORK)[workload]
             reference: dict[int, Any] = {}
             rows = result.setdefault(workload, {})
             for contender_name in args.only:
