@@ -14,6 +14,7 @@ import argparse
 import ast
 import inspect
 import json
+import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -112,20 +113,25 @@ class _LeaveOut(ast.NodeTransformer):
         if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "RefusedError":
             code = ast.literal_eval(call.args[1]) if len(call.args) > 1 and _literal(call.args[1]) else "padding"
             if code != "unknown-op":  # says that a schema is not what the rule was written for: no input reaches it
-                return self.at(node, ast.unparse(call.args[0])[:60])
+                return self.at(node, _text(call.args[0]))
         return node
 
     def visit_Expr(self, node: ast.Expr) -> ast.stmt:
         if isinstance(node.value, ast.Call):
             name = getattr(node.value.func, "attr", getattr(node.value.func, "id", ""))
             if name in CHECKERS:
-                return self.at(node, ast.unparse(node.value)[:60])
+                return self.at(node, _text(node.value))
         return node
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.stmt:
         if not self.texts and self.which >= -1:  # the outermost function; inner ones are part of it
             self.generic_visit(node)
         return node
+
+
+def _text(node: ast.expr) -> str:
+    """Source with one kind of quotation mark: which ones an f-string gets depends on Python's version."""
+    return re.sub(r"['\"]+", "'", ast.unparse(node))[:60]
 
 
 def _literal(node: ast.expr) -> bool:

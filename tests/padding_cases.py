@@ -439,6 +439,8 @@ CASES = {
                                   {"cross_entropy_loss": P}),
     "cross entropy over tokens, likely": (lambda a, t: F.cross_entropy(a, t, reduction="none"), ["4,T", "4,T"],
                                           {"cross_entropy_loss": P}),
+    "cross entropy over tokens, a token each": (lambda a, t: F.cross_entropy(a, t, reduction="none"),
+                                                ["4,T,T", "i:4,T"], {"cross_entropy_loss": P}),
     "cross entropy, mean": (lambda a, t: F.cross_entropy(a, t), ["T,8", "i:T"], {"cross_entropy_loss": P}),
     "cross entropy, other order": (
         lambda a, t: F.cross_entropy(a.repeat(2, 1), t.repeat_interleave(2), reduction="none"), ["T,8", "i:T"],

@@ -40,6 +40,10 @@ def test_names_are_names_and_matching_nothing_is_no_news(module: str, caplog: py
     assert "matched nothing" not in caplog.text
 
 
+#: Operations that older versions do not have, and a version that does.
+LATER = {"torch_attn::_varlen_attn_out": "2.13"}
+
+
 def test_torchs_own_operations_exist() -> None:
     """Checked against the installed torch; the other packages cannot be installed here."""
     from torch.nn.attention import varlen  # noqa: F401 (defines two of them)
@@ -48,7 +52,8 @@ def test_torchs_own_operations_exist() -> None:
 
     for name in torch_ops.OPERATIONS:
         library, op = name.split("::")
-        assert hasattr(getattr(torch.ops, library), op), name
+        missing = not hasattr(getattr(torch.ops, library), op)
+        assert not missing or torch.__version__ < LATER.get(name, "0"), name
 
 
 def install(monkeypatch: pytest.MonkeyPatch, path: str, **functions: Any) -> None:
@@ -165,7 +170,7 @@ def test_gated_delta_rule(monkeypatch: pytest.MonkeyPatch) -> None:
         chunk_gated_delta_rule=theirs,
         fused_recurrent_gated_delta_rule=theirs,
     )
-    w = torch.randn(4, 4)
+    w = torch.eye(4)[[2, 0, 3, 1]] * torch.tensor([1.0, -1.0, -1.0, 1.0])
 
     def f(x: Tensor) -> tuple[Tensor, Tensor]:
         h = x @ w
@@ -176,7 +181,8 @@ def test_gated_delta_rule(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with compiled(f) as g:
         for length in (5, 6, 5, 6):
-            x = torch.randn(2, length, 3, 4)
+            # Whole numbers, below 2 ** 24 throughout: exact in any order, where sums of thousands would cancel.
+            x = torch.randint(-1, 2, (2, length, 3, 4)).float()
             torch._dynamo.maybe_mark_dynamic(x, 1)
-            torch.testing.assert_close(g(x), f(x))
+            torch.testing.assert_close(g(x), f(x), rtol=0, atol=0)
         assert tgb.stats(g).replays >= 2

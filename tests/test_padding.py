@@ -10,7 +10,7 @@ import sympy
 import torch
 import torch.nn.functional as F
 from padding_cases import CASES
-from padding_harness import check_all, prove, trace
+from padding_harness import SpecialisedError, check_all, prove, trace
 
 from torch_graph_backend.passes.layout import INDEPENDENT, PLAIN, Axis, Layout, natural_of
 from torch_graph_backend.passes.padding import PaddingResult, analyse, is_known
@@ -19,11 +19,20 @@ from torch_graph_backend.passes.padding_rules_shape import reshaped
 aten = torch.ops.aten
 
 
+#: Cases whose size torch itself fixes before 2.13, with every backend: there is nothing to pad.
+FIXED = {"cross entropy over tokens, likely"}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_case(name):
     """Exactly the expected nodes are refused, and everything else agrees with the unpadded run."""
     function, specs, refused = CASES[name]
-    traced = prove(function, specs)
+    try:
+        traced = prove(function, specs)
+    except SpecialisedError:
+        assert name in FIXED
+        assert torch.__version__ < "2.13"
+        return
     assert traced.refused() == refused, "\n".join(map(str, traced.result.reasons.values()))
     check_all(traced, specs)
 

@@ -22,8 +22,13 @@ DISTRIBUTION = "torch-graph-backend"
 
 
 def version_text() -> str:
-    """The versions that a bug report needs: ours, Python's and torch's."""
-    return f"{DISTRIBUTION} {_version(DISTRIBUTION)}, torch {_version('torch')}, Python {platform.python_version()}"
+    """The versions that a bug report needs: ours, Python's and torch's.
+
+    Torch's is what it says itself: the metadata of some builds leave out the local part (``+cu130``).
+    """
+    import torch
+
+    return f"{DISTRIBUTION} {_version()}, torch {torch.__version__}, Python {platform.python_version()}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -64,9 +69,9 @@ def _demo(args: argparse.Namespace) -> int:
         return 3
 
 
-def _version(distribution: str) -> str:
+def _version() -> str:
     try:
-        return metadata.version(distribution)
+        return metadata.version(DISTRIBUTION)
     except metadata.PackageNotFoundError:
         return "(not installed)"
 
