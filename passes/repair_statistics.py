@@ -181,11 +181,27 @@ def normalisation(e: Editor, node: Node) -> None:
     over = lines(e, x, [d for d in range(val.dim()) if d > 1 or (whole and d == 0)])
     moments = Moments(e, x, over, True)
     spread = e.add(aten.rsqrt.default, e.add(aten.add.Tensor, moments.variance(0), named["eps"]))
-    centre, spread = (over.kept(e, part, True) for part in (moments.centre(), spread))
-    result = e.add(aten.mul.Tensor, e.add(aten.sub.Tensor, e.cast(x, moments.wide), centre), spread)
-    for target, name in ((aten.mul.Tensor, "weight"), (aten.add.Tensor, "bias")):
-        if (each := named.get(name)) is not None:
-            for _ in range(val.dim() - 2):
-                each = e.add(aten.unsqueeze.default, each, -1)
-            result = e.add(target, result, each)
+    wide = val.dtype if val.dtype is torch.float64 else torch.float32
+    centre, spread = (over.kept(e, e.cast(part, wide), True) for part in (moments.centre(), spread))
+    weight, bias = (_each_channel(e, named.get(k), val.dim(), wide) for k in ("weight", "bias"))
+    x = e.cast(x, wide)
+    if val.device.type == "cpu":  # each as eager rounds it
+        scale = spread if weight is None else e.add(aten.mul.Tensor, spread, weight)
+        rest = e.add(aten.mul.Tensor, centre, scale)
+        rest = e.add(aten.neg.default, rest) if bias is None else e.add(aten.sub.Tensor, bias, rest)
+        result = e.add(aten.add.Tensor, e.add(aten.mul.Tensor, x, scale), rest)
+    else:
+        result = e.add(aten.mul.Tensor, e.add(aten.sub.Tensor, x, centre), spread)
+        result = result if weight is None else e.add(aten.mul.Tensor, result, weight)
+        result = result if bias is None else e.add(aten.add.Tensor, result, bias)
     e.become(MASKED, e.cast(result, node.meta["val"].dtype))
+
+
+def _each_channel(e: Editor, value: Node | None, ndim: int, dtype: torch.dtype) -> Node | None:
+    """A weight a channel (dimension 1), as it is broadcast."""
+    if value is None:
+        return None
+    value = e.cast(value, dtype)
+    for _ in range(ndim - 2):
+        value = e.add(aten.unsqueeze.default, value, -1)
+    return value

@@ -57,7 +57,7 @@ class Program:
         shape = [room.get(d, n) for d, n in enumerate(x.shape)]
         whole = torch.full(shape, fill, dtype=x.dtype)
         whole[tuple(slice(n) for n in x.shape)] = x
-        return evaluate(self.graph, whole, x)
+        return evaluate(self.graph, self.seen, whole, x)
 
 
 def before(x: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ def program(op: Callable[[Tensor], Any], example: Tensor, dims: Sequence[int]) -
     return Program(function, normal, graph, seen, tuple(dims))
 
 
-def evaluate(normal: NormalGraph, whole: Tensor, real: Tensor) -> list[Tensor]:
+def evaluate(normal: NormalGraph, seen: Classified, whole: Tensor, real: Tensor) -> list[Tensor]:
     """The tensors that a graph returns for a padded argument, with sizes of ``whole`` and counts of ``real``."""
     values: dict[Any, Any] = {}
     (fake,) = (p.meta["val"] for p in normal.placeholders if isinstance(p.meta["val"], Tensor))
@@ -106,9 +106,8 @@ def evaluate(normal: NormalGraph, whole: Tensor, real: Tensor) -> list[Tensor]:
         elif node.op == "get_attr":
             values[node] = normal.constants[str(node.target)]
         elif node.op == "output":
-            return [
-                _cut(values[a], a.meta["val"], sizes) for a in node.all_input_nodes if isinstance(values[a], Tensor)
-            ]
+            outputs = [a for a in node.all_input_nodes if isinstance(values[a], Tensor)]
+            return [_cut(values[a], seen.layouts[a][0], sizes) for a in outputs]
         else:
             args, kwargs = torch.fx.node.map_aggregate(
                 (node.args, dict(node.kwargs)), lambda a: values[a] if isinstance(a, torch.fx.Node) else a
@@ -117,10 +116,15 @@ def evaluate(normal: NormalGraph, whole: Tensor, real: Tensor) -> list[Tensor]:
     raise AssertionError("no output")
 
 
-def _cut(value: Tensor, fake: Tensor, sizes: Mapping[sympy.Symbol, tuple[int, int]]) -> Tensor:
-    """The real rows of an output, whose padded dimensions have the padded size itself."""
-    keep = []
-    for size in fake.shape:
-        expr = size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
-        keep.append(slice(int(expr.xreplace({s: sympy.Integer(n) for s, (_, n) in sizes.items()}))))
-    return value[tuple(keep)]
+def _cut(value: Tensor, layouts: Mapping[sympy.Symbol, Any], sizes: Mapping[sympy.Symbol, tuple[int, int]]) -> Tensor:
+    """The real rows of an output."""
+    keep: dict[int, Tensor] = {}
+    at = [{s: sympy.Integer(pair[k]) for s, pair in sizes.items()} for k in (0, 1)]
+    for symbol, layout in layouts.items():
+        for dim, axis in layout.axes:
+            whole, real = (int(axis.count(symbol).xreplace(a)) for a in at)
+            place = torch.arange(value.shape[dim]) // int(axis.inner.xreplace(at[0])) % whole
+            keep[dim] = keep.get(dim, True) & (place < real)
+    for dim, rows in keep.items():
+        value = value if rows.all() else value.index_select(dim, rows.nonzero().flatten())
+    return value
