@@ -136,6 +136,23 @@ def test_under_autocast() -> None:
     assert sum(plan.repairs().values()) >= 4, plan
 
 
+def test_statistics_under_autocast() -> None:
+    """Would catch a mean, or a norm, in the dtype of the region instead of its own."""
+    torch._dynamo.reset()
+    tgb.reset()
+    torch.manual_seed(0)
+
+    def op(m: Between, h: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = m.proj(h)
+            means = y.mean(0) + h.mean(0) + y.mean(0, dtype=torch.float32) + y.nanmean(0)
+            return h + means + m.proj(y / (1 + y.std(0))) + y.norm(dim=0) + h.logsumexp(0)
+
+    fills = (float("nan"), 1e30, None)
+    report = check_calls(Between(op).eval(), calls(), compiled_kwargs=LADDER, tolerance=5e-2, poison=fills)
+    assert sum(one_segment(report).repairs().values()) == 7
+
+
 def both(m: Between, h: Tensor) -> Tensor:
     """Every kind of repair, over two padded sizes."""
     scores = torch.softmax(h @ h.transpose(-1, -2), -1) @ h
