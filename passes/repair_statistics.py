@@ -178,6 +178,8 @@ def normalisation(e: Editor, node: Node) -> None:
     own = named["training" if whole else "use_input_stats"] is True
     if not own or named.get("running_mean") is not None or named.get("running_var") is not None:
         raise UnrepairableError("running statistics")
+    if not _in_order(val):  # eager lays its result out anew
+        raise UnrepairableError("the result would have other strides")
     over = lines(e, x, [d for d in range(val.dim()) if d > 1 or (whole and d == 0)])
     moments = Moments(e, x, over, True)
     spread = e.add(aten.rsqrt.default, e.add(aten.add.Tensor, moments.variance(0), named["eps"]))

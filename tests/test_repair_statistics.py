@@ -171,6 +171,15 @@ def no_worse(p: Program, op: Op, x: Tensor, fill: Any) -> None:
     assert error(got, exact) <= max(error(want, exact), torch.finfo(x.dtype).eps)
 
 
+def test_the_layout_of_what_is_normalised() -> None:
+    """Eager lays a transposed batch out anew; a repair, which works entry by entry, would keep its strides."""
+    p = program(lambda x: F.batch_norm(x.transpose(1, 2), None, None, training=True), torch.randn(5, 4, 3), (0,))
+    assert not p.captured
+    assert not p.repaired
+    p = program(lambda x: F.batch_norm(x, None, None, training=True), torch.randn(5, 3, 4), (0,))
+    assert p.repaired
+
+
 def test_running_statistics_stay_eager() -> None:
     mean, var = torch.zeros(3), torch.ones(3)
     p = program(lambda x: F.batch_norm(x, mean, var, training=True), torch.randn(5, 3), (0,))
