@@ -116,6 +116,35 @@ def test_equal_rows_do_not_deviate(dtype: torch.dtype) -> None:
                     compare(p, torch.full((n, 2, 3), value).to(dtype), INF, f"{n} rows of {value}")
 
 
+ORDERED: dict[str, tuple[Op, tuple[int, ...]]] = {
+    "rows": (lambda x: torch.var_mean(x, 0), (40000, 3)),
+    "everything": (lambda x: torch.var_mean(x), (70000,)),
+    "two dimensions": (lambda x: torch.std_mean(x, (0, 1)), (300, 200, 3)),
+    "around one": (lambda x: torch.var_mean(x, (0, 2)), (300, 3, 200)),
+}
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_the_mean_of_an_infinite_entry(name: str) -> None:
+    """Eager's is infinite if that entry is the last, in any number of threads, else NaN. Would catch another order."""
+    op, shape = ORDERED[name]
+    p = repaired(op, torch.zeros(shape), (0,))
+    for place in (0, shape[0] // 2 - 1, shape[0] * 3 // 4, shape[0] - 1):
+        for column in (0, -1):
+            x = torch.randn(shape, generator=torch.Generator().manual_seed(place))
+            x[place].view(-1)[column] = INF
+            for a, b in zip(p.got(x, {0: shape[0] + 100}, 3.0), p.want(x), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def test_where_the_order_is_not_known() -> None:
+    """A transposed tensor is read in the order of its memory."""
+    op = lambda x: torch.var_mean(x.transpose(0, 1), (0, 1))  # noqa: E731
+    p = program(op, torch.zeros(20, 30, 3), (0,))
+    assert not p.captured
+    assert not p.repaired
+
+
 LARGE = (
     (0.9, (1, 0, 0)),
     (0.9, (1, 1, 1)),
