@@ -9,6 +9,7 @@ a padded size of zero is refused.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ import sympy
 import torch
 
 from .layout import PLAIN, Fact, Layout
-from .padding_rules_base import Call, Operand
+from .padding_rules_base import Call, Operand, same_entry
 from .padding_tails import rule_for
 
 Value = float | int | bool
@@ -129,7 +130,7 @@ def _masked_fill(call: Call, layout: Layout) -> Fact | None:
         value = int(value) if value.is_Integer else float(value)
     if not isinstance(value, (bool, int, float)) or x.ndim != len(call.out):
         return None
-    if x.fact.kind == "filled" and x.fact.value == value:
+    if x.fact.kind == "filled" and same_entry(x.fact.value, value):
         return x.fact  # whatever the mask
     known = _fact(mask)
     if known.kind != "padded":
@@ -163,21 +164,40 @@ _DERIVED: dict[str, Callable[[Call, Layout], Fact | None]] = {
 # -- what the rules ask ------------------------------------------------------------------------------------------------
 
 
-def neutral(name: str, dtype: torch.dtype) -> Value | None:
-    """The entry that changes no result of a reduction (``amax``) or of ``softmax``; ``None`` if there is none."""
+def neutral(name: str, dtype: torch.dtype, order: object = None) -> Value | None:
+    """The entry that changes no result of a reduction (``amax``) or of ``softmax``; ``None`` if there is none.
+
+    ``order``: of a norm.
+    """
     if name in _NEUTRAL:
         return _NEUTRAL[name]
     if name in _LARGEST:
         return _end(dtype, -1)
     if name in _SMALLEST:
         return _end(dtype, 1)
-    return -float("inf") if name in _EXPONENTIAL and dtype.is_floating_point else None
+    if not dtype.is_floating_point:
+        return None
+    if name in _NORMS:
+        return _negligible(order)
+    return {**dict.fromkeys(_EXPONENTIAL, -math.inf), "nanmean": math.nan}.get(name)
+
+
+def _negligible(order: object) -> Value | None:
+    """What adds nothing to a norm: zero, or for a negative order (a power of it, or the smallest) infinity."""
+    try:
+        number = 2.0 if order is None else float(order)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return None
+    if math.isnan(number):
+        return None
+    return 0 if number >= 0 else math.inf
 
 
 _NEUTRAL: dict[str, Value] = {"sum": 0, "nansum": 0, "count_nonzero": 0, "prod": 1, "any": 0, "all": 1}
 _LARGEST = frozenset({"amax", "max", "argmax"})
 _SMALLEST = frozenset({"amin", "min", "argmin"})
-_EXPONENTIAL = frozenset({"softmax", "_softmax", "log_softmax", "_log_softmax", "logsumexp"})
+_NORMS = frozenset({"linalg_vector_norm", "norm"})
+_EXPONENTIAL = frozenset({"softmax", "_softmax", "log_softmax", "_log_softmax", "logsumexp", "special_logsumexp"})
 
 
 def _end(dtype: torch.dtype, sign: int) -> Value | None:
@@ -185,7 +205,7 @@ def _end(dtype: torch.dtype, sign: int) -> Value | None:
     if dtype.is_complex:
         return None
     if dtype.is_floating_point:
-        return sign * float("inf")
+        return sign * math.inf
     if dtype is torch.bool:
         return sign > 0
     return torch.iinfo(dtype).max if sign > 0 else torch.iinfo(dtype).min

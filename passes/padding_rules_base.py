@@ -38,6 +38,11 @@ class RefusedError(Exception):
 _UNKNOWN = Fact("")
 
 
+def same_entry(a: float | int | bool, b: float | int | bool) -> bool:
+    """Whether two fillers are one: NaN is NaN."""
+    return a == b or (a != a and b != b)
+
+
 @dataclass(frozen=True)
 class Operand:
     """A tensor argument as one symbol sees it."""
@@ -79,8 +84,8 @@ class Operand:
 
     def filled(self, dim: int, value: float | int | bool) -> bool:
         """Whether the padded entries along ``dim`` are ``value``."""
-        known = self.fact.kind == "filled" and self.fact.dim == dim and self.fact.value == value
-        return known and self.axis(dim) == PLAIN
+        known = self.fact.kind == "filled" and self.fact.dim == dim and self.axis(dim) == PLAIN
+        return known and same_entry(self.fact.value, value)
 
     def goes_to_trash(self, target: Operand, dim: int) -> bool:
         """Whether all padded entries, as positions along ``dim`` of ``target``, are a row of it that nobody reads."""

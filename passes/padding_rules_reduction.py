@@ -40,11 +40,12 @@ def _with_positions(call: Call, layout: Layout, x: Operand, dims: Sequence[int])
 def _unmasked(call: Call, x: Operand, dims: Sequence[int]) -> list[int]:
     """The dimensions of ``dims`` whose padded entries could change the result: not filled with what changes nothing."""
     name = call.op.overloadpacket.__name__
-    value = neutral(name, x.dtype)
-    flat = call.get("dim") is None and x.ndim > 1 and POSITIONS.get(name, len(call.outs)) < len(call.outs)
-    if value is None or flat:
-        return list(dims)  # a position in the flattened tensor counts padded entries
-    return [d for d in dims if not x.filled(d, value)]
+    value = neutral(name, x.dtype, call.get("ord", call.get("p")))
+    if value is None:
+        return list(dims)
+    flat = call.get("dim") is None and POSITIONS.get(name, len(call.outs)) < len(call.outs)
+    counts = dims[1:] if flat else ()  # a position in the flattened tensor counts the padded entries in front of it
+    return [d for d in dims if d in counts or not x.filled(d, value)]
 
 
 @rule("median", "nanmedian", "mode", "kthvalue", "max.dim", "min.dim", "max", "min", "special_logsumexp", "nanmean")

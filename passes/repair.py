@@ -104,7 +104,7 @@ def _unpaid(seen: Classified, min_kernels: int) -> set[str]:
             before = _spread(phase.nodes[::-1], node, lambda n: list(n.users))
             after = _spread(phase.nodes, node, lambda n: n.all_input_nodes)
             if not before or not (len(after) >= min_kernels or any(is_dense(n) for n in after)):
-                found.add(node.name)
+                found.add(node.meta.get("repair_of", node.name))
     return found
 
 

@@ -7,7 +7,8 @@ gets its value by running the operation on fake tensors. ``undo`` takes back wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -105,6 +106,36 @@ class Editor:
             raise UnrepairableError("the result would have another shape or dtype")
         self.node.target, self.node.args, self.node.kwargs = target, args, kwargs
         self.node.meta["repaired"] = what
+
+    def become(self, what: str, new: Node) -> None:
+        """Make the current node what ``new`` is, the node that was added last."""
+        target, args, kwargs = self._taken(new)
+        self.put(what, target, *args, **kwargs)
+        self.node.meta["aliases"] = args[:1] if target in _VIEWS else ()
+
+    def become_parts(self, what: str, parts: Mapping[int, Node]) -> None:
+        """Make each part of the result of the current node, which is a tuple, what a node that was added is."""
+        users: dict[Node, Any] = {user: user.args[1] for user in self.node.users}
+        if set(users.values()) != set(parts) or len(users) != len(parts):
+            raise UnrepairableError("the result is used in another way than part by part")
+        if not all(_alike(parts[k].meta["val"], user.meta["val"]) for user, k in users.items()):
+            raise UnrepairableError("a result would have another shape or dtype")
+        for user, k in users.items():
+            user.target, user.args, user.kwargs = self._taken(parts[k])
+            user.meta |= {"aliases": user.args[:1] if user.target in _VIEWS else (), "repair_of": self.node.name}
+        next(iter(users)).meta["repaired"] = what
+        self.graph.erase_node(self.node)
+
+    def _taken(self, new: Node) -> tuple[Any, Any, dict[str, Any]]:
+        """What an added node without users computes; the node is gone."""
+        self.added.remove(new)
+        found = (new.target, new.args, dict(new.kwargs))
+        self.graph.erase_node(new)
+        return found
+
+    def parts(self) -> set[int]:
+        """Which parts of the result of the current node, a tuple, are used."""
+        return {user.args[1] for user in self.node.users if user.target is operator.getitem}  # type: ignore[misc]
 
     def value(self, target: Any, args: Any, kwargs: Any) -> Any:
         """What an operation returns, on fake tensors; in-place operations work on copies."""
@@ -266,6 +297,12 @@ class Editor:
         self.layouts[new.name] = self.layouts.get(value.name, ())
         return new
 
+    def cast(self, value: Node, dtype: torch.dtype) -> Node:
+        """``value`` in another dtype."""
+        if value.meta["val"].dtype is dtype:
+            return value
+        return self.like(value, self.add(aten.to.dtype, value, dtype))
+
     def repeated(self, value: Node, dim: int, symbol: sympy.Symbol) -> Node:
         """``value`` with its last real row in all padded rows along ``dim``."""
         return self.like(value, self.add(aten.index_select.default, value, dim, self.rows(symbol)))
@@ -280,7 +317,10 @@ class Editor:
         return expr_of(value.meta["val"] if isinstance(value, Node) else value)
 
 
-_VIEWS = {aten.unsqueeze.default, aten.view.default, aten.expand.default, aten.squeeze.dim}
+_VIEWS = {
+    aten.unsqueeze.default, aten.view.default, aten.expand.default, aten.squeeze.dim, aten.narrow.default,
+    operator.getitem,
+}  # fmt: skip
 
 
 def _alike(new: Any, old: Any) -> bool:

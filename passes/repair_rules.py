@@ -2,8 +2,8 @@
 
 Contract. A rule is called with the editor at the node. It adds nodes and ends with ``editor.put``; or it raises
 ``UnrepairableError``, and everything is taken back. Refused on purpose: accumulating writes (a repeated row would count
-twice), sorting (a real NaN, or a real value equal to the filler, would trade places with padding), variances and other
-statistics, products under autocast whose dtype would change, results that are views the caller can see.
+twice), sorting and what is found by it (a real NaN, or a real value equal to the filler, would trade places with
+padding), products under autocast whose dtype would change, results that are views the caller can see.
 """
 
 from __future__ import annotations
@@ -11,13 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import sympy
 import torch
 from torch.fx import Node
 
 from .alias import arguments
-from .padding_facts import neutral
-from .repair_edit import Editor, UnrepairableError, dimension, dimensions
+from .repair_edit import Editor, UnrepairableError
 from .symbols import expr_of
 from .torch_api import OpOverload
 
@@ -124,59 +122,7 @@ def _filled_with_size(e: Editor, node: Node, named: dict[str, Any], numbers: lis
     e.put(COUNTED, aten.add.Tensor, zeros, count if value.dim() else e.add(aten.to.dtype, count, value.dtype))
 
 
-# -- reductions --------------------------------------------------------------------------------------------------------
-
-
-def _masked_input(e: Editor, node: Node, x: Node, dims: list[int], name: str) -> Node:
-    """The input with entries that change nothing in the padded rows of the reduced dimensions."""
-    value = neutral(name, x.meta["val"].dtype)
-    symbols = [(d, s) for d in dims if (s := e.carried(x, d)) is not None]
-    if value is None or not symbols:
-        raise UnrepairableError("there is no entry that changes nothing")
-    for d, symbol in symbols:
-        x = e.masked(x, d, symbol, value)
-    return x
-
-
-@repairs("sum", "nansum", "prod", "any", "all", "amax", "amin", "count_nonzero", "argmax", "argmin", "max", "min")
-def reduction(e: Editor, node: Node) -> None:
-    assert isinstance(node.target, OpOverload)
-    named = arguments(node)
-    if "other" in named:
-        return size_as_data(e, node)
-    x, name = named["self"], node.target.overloadpacket.__name__
-    dims = dimensions(x, named.get("dim"))
-    position = name in ("argmax", "argmin") or (name in ("max", "min") and "dim" in named)
-    if position and named.get("dim") is None and x.meta["val"].dim() > 1:
-        raise UnrepairableError("a position in the flattened tensor")
-    e.put(MASKED, node.target, _masked_input(e, node, x, dims, name), *node.args[1:], **node.kwargs)
-
-
-@repairs("softmax", "_softmax", "log_softmax", "_log_softmax")
-def softmax(e: Editor, node: Node) -> None:
-    assert isinstance(node.target, OpOverload)
-    named = arguments(node)
-    x, name = named["self"], node.target.overloadpacket.__name__
-    masked = _masked_input(e, node, x, [dimension(x, named["dim"])], name)
-    e.put(MASKED, node.target, masked, *node.args[1:], **node.kwargs)
-
-
-@repairs("mean")
-def mean(e: Editor, node: Node) -> None:
-    """The masked sum, divided by the number of real entries; half precision is summed in single, as ``mean`` does."""
-    named = arguments(node)
-    x, dtype = named["self"], node.meta["val"].dtype
-    if node.meta.get("autocast") or not x.meta["val"].dtype.is_floating_point or named.get("dtype") is not None:
-        raise UnrepairableError("its dtype would change")
-    dims = dimensions(x, named.get("dim"))
-    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-    masked = _masked_input(e, node, x, dims, "sum")
-    total = e.add(aten.sum.dim_IntList, masked, dims, bool(named.get("keepdim", False)), dtype=wide)
-    size = sympy.Mul(*(expr_of(x.meta["val"].shape[d]) for d in dims))
-    count = e.number(size)
-    if dtype is wide:
-        return e.put(MASKED, aten.div.Tensor, total, count)
-    e.put(MASKED, aten.to.dtype, e.add(aten.div.Tensor, total, count), dtype)
+# -- products ----------------------------------------------------------------------------------------------------------
 
 
 @repairs("mm", "bmm", "matmul", "mv", "dot")

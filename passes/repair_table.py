@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import repair_rows  # noqa: F401  (importing it registers its repairs)
+from . import repair_reductions, repair_rows, repair_statistics  # noqa: F401  (importing one registers its repairs)
 from .padding_rules_table import base_name
 from .repair_rules import RULES, Rule, size_as_data
 from .torch_api import OpOverload

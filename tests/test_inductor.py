@@ -455,6 +455,13 @@ def repaired(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return (x @ w).tanh().sum(0) + 1
 
 
+def statistics(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    h = (x @ w).tanh()
+    spread, centre = torch.std_mean(h, 0)
+    found = h.norm(dim=0) + h.nanmean(0) + h.logsumexp(0) + h.argmax() - torch.linalg.vector_norm(h, -1, 0)
+    return (h - centre) / (spread + 1) * found + h.var()
+
+
 FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[int, int], bool]] = {
     "writes an argument": (writes_argument, (16, 16), True),
     "views": (returns_views, (16, 48), False),
@@ -465,6 +472,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[int, int], bool]] = {
     "not finite": (not_finite, (16, 16), False),
     "autocast": (autocast, (16, 16), False),
     "repaired": (repaired, (16, 16), False),
+    "repaired statistics": (statistics, (16, 16), False),
 }
 
 
