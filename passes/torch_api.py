@@ -46,6 +46,7 @@ __all__ = [
     "backend_of",
     "below_autograd",
     "cache_entries",
+    "call_eager_kernel",
     "clear_cublas_workspaces",
     "compile_id",
     "compile_with_inductor",
@@ -347,6 +348,16 @@ def compile_with_inductor(
             options={"config_patches": known},
         )
     return made
+
+
+def call_eager_kernel(op: OpOverload, original: OpOverload) -> None:
+    """Have Inductor's code call ``original``, at the strides that eager code would have, in the place of ``op``, an
+    operation of ours of the same schema."""
+    from torch._inductor import lowering
+
+    call = lowering.fallback_handler(original, add_to_fallback_set=False)
+    lowering.register_lowering(op, type_promotion_kind=None)(call)
+    lowering.add_layout_constraint(op, lowering.constrain_to_fake_tensors)
 
 
 def cpp_compiler_error() -> str:
