@@ -122,7 +122,7 @@ def unavailable(kind: str) -> Reason | None:
 
 
 def prepare(graph: CompiledGraph, entry: Entry, args: Sequence[Any]) -> None:
-    """Give ``entry`` its compiled segments. Runs nothing of the call's; never raises."""
+    """Give ``entry`` its compiled segments. Runs nothing of the call's; raises only where it is interrupted."""
     if entry.prepared:
         return
     entry.prepared = True
@@ -140,6 +140,11 @@ def prepare(graph: CompiledGraph, entry: Entry, args: Sequence[Any]) -> None:
     except Exception as error:  # our own fault: plain kernels are right, and the reason is told
         entry.compiled.clear()
         entry.plain = {step.index: work.failed(step, error) for step in entry.plan.segments}
+    except BaseException:  # the user's: the next call begins anew, with the segments that were done
+        entry.compiled.clear()
+        entry.plain.clear()
+        entry.prepared = False
+        raise
     seconds = time.perf_counter() - start
     new = graph.compiles.made - before
     if new:

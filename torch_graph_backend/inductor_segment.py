@@ -24,6 +24,7 @@ from torch_graph_backend.passes.torch_api import (
     FakeTensorMode,
     OpOverload,
     ShapeEnv,
+    compile_session,
     compile_with_inductor,
     make_fx,
     symbolic_sizes,
@@ -168,7 +169,7 @@ def trace(
         return tuple(outputs)
 
     inputs = (*symbolic, *examples)
-    with torch.inference_mode(False), torch.no_grad(), mode:
+    with compile_session(), torch.inference_mode(False), torch.no_grad(), mode:
         gm = make_fx(run, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"][len(symbolic) :]
     output = next(n for n in gm.graph.nodes if n.op == "output")
@@ -294,7 +295,7 @@ def compile_dynamic(
 
 
 def _compile(traced: Traced) -> Code:
-    with torch.inference_mode(False), torch.no_grad(), without_autocast():
+    with compile_session(), torch.inference_mode(False), torch.no_grad(), without_autocast():
         reason = keep_eager(traced.gm.graph, traced.exact)
         if reason:
             raise Unsuitable(reason)
