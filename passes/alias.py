@@ -135,12 +135,12 @@ def _body_writes(body: GraphModule) -> bool:
     return False
 
 
-def _view_args(node: Node) -> Iterable[Node]:
+def view_args(node: Node) -> Iterable[Node]:
     """The arguments whose memory the result of ``node`` may share."""
     target = node.target
     if target is operator.getitem:
         source = node.args[0]
-        if isinstance(source, Node) and (not isinstance(source.target, OpOverload) or any(_view_args(source))):
+        if isinstance(source, Node) and (not isinstance(source.target, OpOverload) or any(view_args(source))):
             yield source  # the results of other operations, such as topk, are memory of their own
         return
     yield from node.meta.get("aliases", ())
@@ -269,7 +269,7 @@ def analyse_aliases(
     for node in graph.nodes:
         if node.op != "output" and is_tensor_value(node.meta.get("val")):
             parent[node] = node
-            for arg in _view_args(node):
+            for arg in view_args(node):
                 if arg in parent:
                     parent[find(node)] = find(arg)
     ids: dict[Node, int] = {}

@@ -8,10 +8,14 @@ CUDA does, and has the exact functions. Inductor's ``graph.py`` reads the mark, 
 
 from __future__ import annotations
 
+import functools
+import hashlib
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from .inductor_sums import exact_sums
 from .torch_api import CustomGraphPass
 
 aten = torch.ops.aten
@@ -66,10 +70,32 @@ class EagerKernels(CustomGraphPass):
         for node in graph.nodes:
             if node.op == "call_function" and node.target in EAGER and _on_cpu(node.meta.get("val")):
                 node.meta["should_fallback"] = True
+        exact_sums(graph, has_halves(graph))
+        for node in graph.nodes:
+            if any(_is_half(n) for n in (node, *node.all_input_nodes)):
+                node.meta["low_precision_pointwise_barrier"] = True  # it rounds, as if it were alone in its kernel
 
     def uuid(self) -> Any:
-        """Inductor's cache keys code by it: it changes with what is marked."""
-        return "torch_graph_backend.EagerKernels", tuple(sorted(map(str, EAGER)))
+        """Inductor's cache on disk keys code by it."""
+        return "torch_graph_backend.EagerKernels", _source()
+
+
+@functools.cache
+def _source() -> str:
+    """Of the passes that code depends on: what another version of them made is none of ours."""
+    here = Path(__file__).parent
+    names = ("inductor_exact.py", "inductor_sums.py", "inductor_twins.py")
+    return hashlib.sha256(b"".join((here / name).read_bytes() for name in names)).hexdigest()
+
+
+def has_halves(graph: torch.fx.Graph) -> bool:
+    """Whether some value on a CPU has a dtype that Inductor computes in float32."""
+    return any(_is_half(node) for node in graph.nodes)
+
+
+def _is_half(node: torch.fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and _on_cpu(value) and value.dtype in (torch.float16, torch.bfloat16)
 
 
 def rounds_on_purpose(graph: torch.fx.Graph) -> bool:

@@ -7,8 +7,10 @@ import from a private torch module; a new torch version is checked by reading th
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sysconfig
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from inspect import getclosurevars
 from types import CodeType
@@ -46,8 +48,10 @@ __all__ = [
     "backend_of",
     "below_autograd",
     "cache_entries",
+    "call_eager_kernel",
     "clear_cublas_workspaces",
     "compile_id",
+    "compile_session",
     "compile_with_inductor",
     "cpp_compiler_error",
     "cuda_alias",
@@ -339,7 +343,7 @@ def compile_with_inductor(
     from torch._inductor import config, standalone_compile
 
     known = {name: value for name, value in patches.items() if name in config._config}  # type: ignore[attr-defined]
-    with tracing(TracingContext(mode)):
+    with tracing(TracingContext(mode)), _without("torch._inductor.standalone_compile", "artifact generation failed"):
         made = standalone_compile(
             gm,
             list(inputs),
@@ -347,6 +351,52 @@ def compile_with_inductor(
             options={"config_patches": known},
         )
     return made
+
+
+@contextlib.contextmanager
+def compile_session() -> Iterator[None]:
+    """Around tracing and compiling outside of Dynamo: what Dynamo holds and sets in its own compiles. Tracers set a
+    flag of the process, at which compiled code that another thread calls raises, unless a session is announced.
+    (Checked on torch 2.13; where a version has no such announcement, this holds the lock alone.)
+
+    The wait for the lock ends: ``torch._dynamo.reset`` holds it while it waits for calls that are running, as ours."""
+    from torch._dynamo.convert_frame import compile_lock
+
+    session = getattr(torch.compiler, "_compile_session_context", contextlib.nullcontext)
+    held = compile_lock.acquire(timeout=30)
+    try:
+        with session():
+            yield
+    finally:
+        if held:
+            compile_lock.release()
+
+
+@contextlib.contextmanager
+def _without(logger: str, text: str) -> Iterator[None]:
+    """What this thread logs to ``logger`` with ``text`` in it is dropped. (That the code cannot be saved as a file,
+    which nobody asked for: it is so where Inductor's caches are off.)"""
+    thread = threading.get_ident()
+
+    def keep(record: logging.LogRecord) -> bool:
+        return record.thread != thread or text not in str(record.msg)
+
+    found = logging.getLogger(logger)
+    found.addFilter(keep)
+    try:
+        yield
+    finally:
+        found.removeFilter(keep)
+
+
+def call_eager_kernel(op: OpOverload, original: OpOverload) -> None:
+    """Have Inductor's code call ``original``, at the strides that eager code would have, in the place of ``op``, an
+    operation of ours of the same schema."""
+    from torch._inductor import lowering
+
+    call = lowering.fallback_handler(original, add_to_fallback_set=False)
+    lowering.register_lowering(op, type_promotion_kind=None)(call)
+    lowering.add_layout_constraint(op, lowering.constrain_to_fake_tensors)
 
 
 def cpp_compiler_error() -> str:

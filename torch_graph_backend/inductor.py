@@ -24,6 +24,7 @@ from torch_graph_backend.inductor_probe import indices_are_checked, probe
 from torch_graph_backend.inductor_segment import (
     Artefact,
     CompiledSegment,
+    Decided,
     Output,
     Traced,
     Unsuitable,
@@ -33,9 +34,10 @@ from torch_graph_backend.inductor_segment import (
     trace,
 )
 from torch_graph_backend.ledger import log
-from torch_graph_backend.passes.alias import is_random
+from torch_graph_backend.passes.alias import is_random, written_args
 from torch_graph_backend.passes.dedup import InputFacts, segment_key
 from torch_graph_backend.passes.flops import rows_of
+from torch_graph_backend.passes.inductor_decisions import deciding
 from torch_graph_backend.passes.reasons import Reason
 from torch_graph_backend.passes.torch_api import cpp_compiler_error, triton_error
 from torch_graph_backend.plan import CapturedSegment
@@ -120,7 +122,7 @@ def unavailable(kind: str) -> Reason | None:
 
 
 def prepare(graph: CompiledGraph, entry: Entry, args: Sequence[Any]) -> None:
-    """Give ``entry`` its compiled segments. Runs nothing of the call's; never raises."""
+    """Give ``entry`` its compiled segments. Runs nothing of the call's; raises only where it is interrupted."""
     if entry.prepared:
         return
     entry.prepared = True
@@ -138,6 +140,11 @@ def prepare(graph: CompiledGraph, entry: Entry, args: Sequence[Any]) -> None:
     except Exception as error:  # our own fault: plain kernels are right, and the reason is told
         entry.compiled.clear()
         entry.plain = {step.index: work.failed(step, error) for step in entry.plan.segments}
+    except BaseException:  # the user's: the next call begins anew, with the segments that were done
+        entry.compiled.clear()
+        entry.plain.clear()
+        entry.prepared = False
+        raise
     seconds = time.perf_counter() - start
     new = graph.compiles.made - before
     if new:
@@ -167,6 +174,14 @@ class _Preparation:
         self.places = Places(entry, args)
         self.environment = environment(entry.state.device)
         self.told = False
+        self.deciding = {n.name for n in deciding(graph.normal.graph)}
+
+    def decided(self, step: CapturedSegment) -> Decided:
+        """What of this segment later operations of the graph decide on."""
+        outputs = tuple(i for i, name in enumerate(step.outputs) if name in self.deciding)
+        return Decided(
+            outputs, any(op.value in self.deciding and written_args(self.nodes[op.value]) for op in step.ops)
+        )
 
     def run(self) -> None:
         steps = self.entry.plan.segments
@@ -185,7 +200,7 @@ class _Preparation:
             return Reason("inductor-unsuitable", f"segment {step.index}: {unsuitable}")
         facts = Places.facts(list(places.values()))
         inputs = dict(zip(places, facts, strict=True))
-        key = (self.environment, segment_key(nodes, inputs, step.outputs, self.at_bucket))
+        key = (self.environment, self.decided(step), segment_key(nodes, inputs, step.outputs, self.at_bucket))
         described = self.describe(step, key, facts)
         if isinstance(described, Reason):
             return described
@@ -236,7 +251,7 @@ class _Preparation:
 
     def traced(self, step: CapturedSegment, facts: Sequence[InputFacts]) -> Traced:
         mode, examples = static_examples(facts)
-        return trace(self.entry.program.steps[step.index], self.entry.size_args, mode, examples)
+        return trace(self.entry.program.steps[step.index], self.entry.size_args, mode, examples, self.decided(step))
 
     # -- compiling -----------------------------------------------------------------------------------------------
 
@@ -348,14 +363,14 @@ class _Preparation:
         general = {}
         for (name, _), p, f, (stride, _) in zip(step.inputs, places, facts, layouts, strict=True):
             general[name] = replace(f, shape=tuple(map(text, p.spec.shape)), stride=tuple(map(text, stride)))
-        key = (self.environment, segment_key(nodes, general, step.outputs, text))
+        key = (self.environment, self.decided(step), segment_key(nodes, general, step.outputs, text))
         found = self.cache.dynamic.get(key)
         sizes = [entry.size_args[i] for i in bucketed]
         if found is None:
             fn = entry.program.steps[step.index]
             inputs = [(f, at) for f, (_, at) in zip(facts, layouts, strict=True)]
             try:
-                found = compile_dynamic(fn, entry.size_args, bucketed, inputs)
+                found = compile_dynamic(fn, entry.size_args, bucketed, inputs, self.decided(step))
                 self.cache.made += 1
             except Exception as error:
                 found = self.failed(step, error)

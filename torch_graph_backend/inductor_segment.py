@@ -15,12 +15,16 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from torch_graph_backend.passes.alias import written_args
 from torch_graph_backend.passes.dedup import InputFacts
-from torch_graph_backend.passes.inductor_exact import EagerKernels, rounds_on_purpose
+from torch_graph_backend.passes.inductor_decisions import deciding
+from torch_graph_backend.passes.inductor_exact import EagerKernels, has_halves, rounds_on_purpose
+from torch_graph_backend.passes.inductor_twins import keep_eager
 from torch_graph_backend.passes.torch_api import (
     FakeTensorMode,
     OpOverload,
     ShapeEnv,
+    compile_session,
     compile_with_inductor,
     make_fx,
     symbolic_sizes,
@@ -36,6 +40,7 @@ PATCHES: dict[str, Any] = {
     "fallback_random": True,
     "triton.cudagraphs": False,
     "freezing": False,
+    "joint_graph_constant_folding": False,
     "autotune_num_choices_displayed": 0,
     "max_autotune_report_choices_stats": False,
     "post_grad_custom_post_pass": EagerKernels(),
@@ -46,6 +51,17 @@ Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 class Unsuitable(Exception):  # noqa: N818 (a finding, not an error)
     """Why a segment is left to plain kernels: what Inductor assumes, or what we must know, does not hold."""
+
+
+@dataclass(frozen=True)
+class Decided:
+    """On what later steps of a graph decide: positions of a segment's outputs, and whether memory that it writes."""
+
+    outputs: tuple[int, ...] = ()
+    writes: bool = False
+
+
+NOTHING = Decided()
 
 
 @dataclass(frozen=True)
@@ -65,7 +81,7 @@ class Output:
 @dataclass(frozen=True, eq=False)
 class Traced:
     """A segment as a graph that returns ``made``, and how its outputs are put together. ``written``: positions of the
-    inputs that it changes."""
+    inputs that it changes. ``exact``: values that must be eager's to the last bit."""
 
     gm: GraphModule
     mode: FakeTensorMode
@@ -73,6 +89,7 @@ class Traced:
     outputs: tuple[Output, ...]
     layouts: tuple[Layout, ...]
     written: frozenset[int]
+    exact: frozenset[Node] = frozenset()
 
 
 #: Compiled code: takes the sizes (if it serves several) and the inputs.
@@ -131,7 +148,11 @@ def fake_input(mode: FakeTensorMode, facts: InputFacts, shape: Sequence[Any], st
 
 
 def trace(
-    step: Callable[..., tuple[Any, ...]], sizes: Sequence[Any], mode: FakeTensorMode, examples: Sequence[torch.Tensor]
+    step: Callable[..., tuple[Any, ...]],
+    sizes: Sequence[Any],
+    mode: FakeTensorMode,
+    examples: Sequence[torch.Tensor],
+    decided: Decided = NOTHING,
 ) -> Traced:
     """The graph of ``step(*sizes, *examples)`` below autograd and autocast. ``sizes`` that are symbolic become inputs.
 
@@ -148,17 +169,21 @@ def trace(
         return tuple(outputs)
 
     inputs = (*symbolic, *examples)
-    with torch.inference_mode(False), torch.no_grad(), mode:
+    with compile_session(), torch.inference_mode(False), torch.no_grad(), mode:
         gm = make_fx(run, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
     placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"][len(symbolic) :]
     output = next(n for n in gm.graph.nodes if n.op == "output")
+    also = [output.args[0][i] for i in decided.outputs]
+    if decided.writes:
+        also += [a for n in gm.graph.nodes for a in written_args(n)]
+    exact = deciding(gm.graph, also)
     outputs, bases = _outputs(gm, placeholders, output.args[0])
     output.args = (tuple(bases),)
     written = _written(gm, placeholders)
     gm.graph.eliminate_dead_code()
     gm.recompile()
     layouts = tuple((tuple(n.meta["val"].shape), tuple(n.meta["val"].stride()), n.meta["val"].dtype) for n in bases)
-    return Traced(gm, mode, inputs, tuple(outputs), layouts, written)
+    return Traced(gm, mode, inputs, tuple(outputs), layouts, written, frozenset(exact))
 
 
 def _memory(node: Node) -> int | None:
@@ -248,6 +273,7 @@ def compile_dynamic(
     sizes: Sequence[int],
     dynamic: Sequence[int],
     inputs: Sequence[tuple[InputFacts, Callable[..., tuple[list[Any], list[Any]]]]],
+    decided: Decided = NOTHING,
 ) -> Artefact:
     """Code for any value of the sizes at positions ``dynamic``. ``inputs``: the facts at ``sizes``, and a function of
     all sizes that gives shape and stride."""
@@ -258,7 +284,7 @@ def compile_dynamic(
     for i, s in zip(dynamic, made, strict=True):
         at[i] = s
     examples = [fake_input(mode, facts, *layout(at)) for facts, layout in inputs]
-    traced = trace(step, at, mode, examples)
+    traced = trace(step, at, mode, examples, decided)
     code = _compile(traced)
     env = mode.shape_env
     assert env is not None
@@ -269,6 +295,11 @@ def compile_dynamic(
 
 
 def _compile(traced: Traced) -> Code:
-    with torch.inference_mode(False), torch.no_grad(), without_autocast():
-        casts = {"emulate_precision_casts": True} if rounds_on_purpose(traced.gm.graph) else {}
+    with compile_session(), torch.inference_mode(False), torch.no_grad(), without_autocast():
+        reason = keep_eager(traced.gm.graph, traced.exact)
+        if reason:
+            raise Unsuitable(reason)
+        traced.gm.recompile()
+        rounds = has_halves(traced.gm.graph) or rounds_on_purpose(traced.gm.graph)
+        casts = {"emulate_precision_casts": True} if rounds else {}
         return compile_with_inductor(traced.gm, traced.examples, traced.mode, PATCHES | casts)
