@@ -7,12 +7,13 @@ import from a private torch module; a new torch version is checked by reading th
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import logging
 import os
 import sysconfig
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from inspect import getclosurevars
 from types import CodeType
 from typing import Any
 
@@ -54,6 +55,7 @@ __all__ = [
     "compile_session",
     "compile_with_inductor",
     "cpp_compiler_error",
+    "cpp_rounds_halves",
     "cuda_alias",
     "cuda_bytes",
     "cuda_settings",
@@ -270,7 +272,7 @@ def backend_of(model: Any) -> Any:
     if context is None and wrapper is None:
         return None
     if context is None:
-        context = getclosurevars(wrapper).nonlocals.get("self")
+        context = inspect.getclosurevars(wrapper).nonlocals.get("self")
     callback: Any = getattr(context, "callback", None)
     backend = callback
     while hasattr(backend, "_torchdynamo_orig_backend"):
@@ -357,17 +359,18 @@ def compile_with_inductor(
 def compile_session() -> Iterator[None]:
     """Around tracing and compiling outside of Dynamo: what Dynamo holds and sets in its own compiles. Tracers set a
     flag of the process, at which compiled code that another thread calls raises, unless a session is announced.
-    (Checked on torch 2.13; where a version has no such announcement, this holds the lock alone.)
+    (Torch 2.13 does that in Dynamo's compiles too; 2.11 has the flag, and sets it in ``torch.export`` alone.)
 
     The wait for the lock ends: ``torch._dynamo.reset`` holds it while it waits for calls that are running, as ours."""
     from torch._dynamo.convert_frame import compile_lock
 
-    session = getattr(torch.compiler, "_compile_session_context", contextlib.nullcontext)
     held = compile_lock.acquire(timeout=30)
+    before = torch.compiler._is_compiling_flag
     try:
-        with session():
-            yield
+        torch.compiler._is_compiling_flag = True
+        yield
     finally:
+        torch.compiler._is_compiling_flag = before
         if held:
             compile_lock.release()
 
@@ -387,6 +390,15 @@ def _without(logger: str, text: str) -> Iterator[None]:
         yield
     finally:
         found.removeFilter(keep)
+
+
+@functools.cache
+def cpp_rounds_halves() -> bool:
+    """Whether Inductor's C++ keeps a cast to a half precision and back, if ``emulate_precision_casts`` is set. (Torch
+    2.13 does; 2.11 has the option for Triton alone, and its C++ takes the number from before the cast.)"""
+    from torch._inductor.codegen.cpp import CppOverrides
+
+    return "emulate_precision_casts" in inspect.getsource(CppOverrides.to_dtype)
 
 
 def call_eager_kernel(op: OpOverload, original: OpOverload) -> None:

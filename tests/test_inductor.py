@@ -23,6 +23,7 @@ from torch_graph_backend.inductor_probe import probe, shared
 from torch_graph_backend.inductor_segment import CompiledSegment, Output, Unsuitable, static_examples, trace
 from torch_graph_backend.ledger import KeyCount
 from torch_graph_backend.passes.dedup import InputFacts
+from torch_graph_backend.passes.torch_api import cpp_rounds_halves
 from torch_graph_backend.recorders.host import HostRecorder
 from torch_graph_backend.runner import CompiledGraph
 
@@ -499,7 +500,8 @@ def test_equal_to_eager(name: str) -> None:
     )
     assert report.stats.replays >= 3
     found = [c for g in registry.all_graphs() for c in g.ledger.keys.values()]
-    assert sum(c.compiled for c in found) >= 2, [c.plain for c in found]
+    plain = name == "autocast" and not cpp_rounds_halves()
+    assert plain or sum(c.compiled for c in found) >= 2, [c.plain for c in found]
 
 
 @pytest.mark.slow
@@ -514,7 +516,7 @@ def test_inside_of_autocast(no_grad: None) -> None:
         torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
         torch.testing.assert_close(fast(rows(n)), model(rows(n)))  # and not outside of it
     counts = [c for g in registry.all_graphs() for c in g.ledger.keys.values()]
-    assert [c.compiles for c in counts] == [1, 1]
+    assert sorted(c.compiles for c in counts) == [int(cpp_rounds_halves()), 1]
 
 
 def test_inference_mode_and_its_tensors() -> None:

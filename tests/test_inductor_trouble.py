@@ -190,3 +190,19 @@ def test_tensors_without_entries(name: str, no_grad: None) -> None:
     counts = [c for g in registry.all_graphs() for c in g.ledger.keys.values()]
     assert [c.compiled for c in counts] == [1], [c.plain for c in counts]
     tgb.stats(fast).expect(eager=0)
+
+
+def test_halves_that_cannot_be_rounded(monkeypatch: pytest.MonkeyPatch, no_grad: None) -> None:
+    """Torch 2.11: its C++ would keep ``x / 3`` in float32, and the integer is another one."""
+
+    def model(x: Tensor) -> Tensor:
+        return (x / 3 * 3 > x) | (x.exp() > 2)
+
+    monkeypatch.setattr(inductor_segment, "cpp_rounds_halves", lambda: False)
+    fast = torch.compile(model, backend="bcg", dynamic=False)
+    x = torch.randn(16, 16).bfloat16()
+    for _ in range(3):
+        assert torch.equal(fast(x), model(x))
+    (count,) = (c for graph in registry.all_graphs() for c in graph.ledger.keys.values())
+    assert [(r.code, "half precisions" in r.text) for r in count.plain] == [("inductor-unsuitable", True)]
+    tgb.stats(fast).expect(replays=2, eager=0)

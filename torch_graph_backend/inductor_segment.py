@@ -26,6 +26,7 @@ from torch_graph_backend.passes.torch_api import (
     ShapeEnv,
     compile_session,
     compile_with_inductor,
+    cpp_rounds_halves,
     make_fx,
     symbolic_sizes,
     without_autocast,
@@ -300,6 +301,11 @@ def _compile(traced: Traced) -> Code:
         if reason:
             raise Unsuitable(reason)
         traced.gm.recompile()
-        rounds = has_halves(traced.gm.graph) or rounds_on_purpose(traced.gm.graph)
+        halves = has_halves(traced.gm.graph)
+        if halves and not cpp_rounds_halves():
+            raise Unsuitable(
+                "Inductor's C++ of this version of torch does not round half precisions as eager code does"
+            )
+        rounds = halves or rounds_on_purpose(traced.gm.graph)
         casts = {"emulate_precision_casts": True} if rounds else {}
         return compile_with_inductor(traced.gm, traced.examples, traced.mode, PATCHES | casts)
