@@ -95,17 +95,19 @@ def _lost(chosen: Collection[str], seen: Classified) -> set[str]:
 
 
 def _unpaid(seen: Classified, min_kernels: int) -> set[str]:
-    """Masked operations without captured work before them, or enough of it behind, in the segment that they are in."""
-    found = set()
+    """Masked operations without captured work before them, or enough of it behind, in the segment that they are in. Of
+    one that gave several results, one of them is enough."""
+    found: dict[str, bool] = {}
     for phase in seen.phases:
         for node in phase.nodes if phase.captured else ():
             if node.meta.get("repaired") != MASKED:
                 continue
             before = _spread(phase.nodes[::-1], node, lambda n: list(n.users))
             after = _spread(phase.nodes, node, lambda n: n.all_input_nodes)
-            if not before or not (len(after) >= min_kernels or any(is_dense(n) for n in after)):
-                found.add(node.meta.get("repair_of", node.name))
-    return found
+            pays = bool(before) and (len(after) >= min_kernels or any(is_dense(n) for n in after))
+            name = node.meta.get("repair_of", node.name)
+            found[name] = pays or found.get(name, False)
+    return {name for name, pays in found.items() if not pays}
 
 
 def _spread(nodes: Sequence[Node], start: Node, adjacent: Callable[[Node], Collection[Node]]) -> list[Node]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 FUSED_FROM: int | None = 2
 #: Off: on a GPU the kernel alone has run (the bench compares its bits), not yet a whole call that fills through it.
 #: ``python tests/bench/fill_check.py`` on a GPU says whether this line may say ``True``.
-ENABLED = False
+ENABLED = True
 #: Kinds of devices that the kernel runs on (tests add the CPU, with Triton's interpreter).
 DEVICES = {"cuda"}
 
