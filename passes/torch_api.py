@@ -63,6 +63,7 @@ __all__ = [
     "exit_autocast",
     "free_unbacked_symbols",
     "function_mode_active",
+    "inductor_keeps_casts",
     "is_composite",
     "is_in_graph",
     "log_api_usage",
@@ -347,6 +348,12 @@ def compile_with_inductor(
             options={"config_patches": known},
         )
     return made
+
+
+def inductor_keeps_casts() -> bool:
+    """Whether Inductor can be told (``emulate_precision_casts``) to round at casts. 2.13 can; 2.11 drops a cast to a
+    narrower type whatever it is told."""
+    return torch.__version__ >= "2.13"
 
 
 def cpp_compiler_error() -> str:

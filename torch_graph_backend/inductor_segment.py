@@ -22,6 +22,7 @@ from torch_graph_backend.passes.torch_api import (
     OpOverload,
     ShapeEnv,
     compile_with_inductor,
+    inductor_keeps_casts,
     make_fx,
     symbolic_sizes,
     without_autocast,
@@ -271,4 +272,6 @@ def compile_dynamic(
 def _compile(traced: Traced) -> Code:
     with torch.inference_mode(False), torch.no_grad(), without_autocast():
         casts = {"emulate_precision_casts": True} if rounds_on_purpose(traced.gm.graph) else {}
+        if casts and not inductor_keeps_casts():
+            raise Unsuitable("it rounds by a cast, which Inductor of this version drops")
         return compile_with_inductor(traced.gm, traced.examples, traced.mode, PATCHES | casts)
