@@ -93,34 +93,56 @@ def has_halves(graph: torch.fx.Graph) -> bool:
     return any(_is_half(node) for node in graph.nodes)
 
 
+def on_cpu(graph: torch.fx.Graph) -> bool:
+    """Whether some value lies on a CPU."""
+    return any(_on_cpu(node.meta.get("val")) for node in graph.nodes)
+
+
 def _is_half(node: torch.fx.Node) -> bool:
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and _on_cpu(value) and value.dtype in (torch.float16, torch.bfloat16)
 
 
 def rounds_on_purpose(graph: torch.fx.Graph) -> bool:
-    """Whether a value is cast to a narrower float dtype and back, maybe through views. Inductor takes such casts for
-    what autocast left behind and drops both, so that ``x - x.half().float()`` is zero."""
-    return any(
-        _narrows(node) and any(_casts(user) and _width(user) > _width(node) for user in _users(node))
-        for node in graph.nodes
-    )
+    """Whether a value is cast to a float dtype that does not hold it, and what reads it, maybe through views, computes
+    in another one. Inductor takes such casts for what autocast left behind and drops them, so that
+    ``x - x.half().float()`` is zero and ``x.half().bfloat16()`` is not infinite."""
+    return any(_rounds(node) and any(_converts(user, node) for user in _users(node)) for node in graph.nodes)
 
 
-def _casts(node: torch.fx.Node) -> bool:
-    return node.target in (aten._to_copy.default, aten.copy_.default, torch.ops.prims.convert_element_type.default)
+def _rounds(node: torch.fx.Node) -> bool:
+    if node.target not in _CASTS:
+        return False
+    source = node.args[-1 if node.target is aten.copy_.default else 0]
+    if not isinstance(source, torch.fx.Node):
+        return False
+    have, into = _dtype(source), _dtype(node)
+    return have is not None and into is not None and into.is_floating_point and not _holds(into, have)
 
 
-def _narrows(node: torch.fx.Node) -> bool:
-    source = node.args[-1 if node.target is aten.copy_.default else 0] if _casts(node) else None
-    return isinstance(source, torch.fx.Node) and 0 < _width(node) < _width(source)
+_CASTS = (aten._to_copy.default, aten.copy_.default, torch.ops.prims.convert_element_type.default)
 
 
-def _width(node: torch.fx.Node) -> int:
-    """Bytes of a float; 0 for anything else. (The two half precisions do not hold each other's values, but Inductor
-    keeps casts between them.)"""
+def _holds(into: torch.dtype, have: torch.dtype) -> bool:
+    """Whether every value of ``have`` is one of the float dtype ``into``."""
+    room = torch.finfo(into)
+    if have is torch.bool:
+        return True
+    if not (have.is_floating_point or have.is_complex):
+        return torch.iinfo(have).max <= 2 / room.eps
+    value = torch.finfo(have)
+    return value.eps >= room.eps and value.max <= room.max and value.smallest_normal >= room.smallest_normal
+
+
+def _converts(user: torch.fx.Node, node: torch.fx.Node) -> bool:
+    """Another float dtype takes part: of a cast, of an operand beside it (they are promoted), of the result."""
+    dtypes = {_dtype(n) for n in (*user.all_input_nodes, user)}
+    return any(d is not None and d.is_floating_point and d is not _dtype(node) for d in dtypes)
+
+
+def _dtype(node: torch.fx.Node) -> torch.dtype | None:
     value = node.meta.get("val")
-    return value.dtype.itemsize if isinstance(value, torch.Tensor) and value.dtype.is_floating_point else 0
+    return value.dtype if isinstance(value, torch.Tensor) else None
 
 
 def _users(node: torch.fx.Node) -> list[torch.fx.Node]:

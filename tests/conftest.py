@@ -24,13 +24,15 @@ torch.set_num_threads(1)  # the models are tiny; more threads only compete with 
 
 @pytest.fixture(autouse=True)
 def clean_slate() -> Iterator[None]:
-    """Without it a test would see the graphs, counts, break ops and specialisations that an earlier one left behind."""
+    """Without it a test would see graphs, counts, break ops, settings and specialisations that an earlier one left."""
     registered = sys.modules["torch_graph_backend.break_ops"]._registered  # the package has a function of this name
     before = dict(registered)
     torch.manual_seed(0)
     torch._dynamo.reset()
     tgb.reset()
-    with torch._dynamo.config.patch(recompile_limit=64):
+    # Threads that call a function compiled with ``dynamic=True`` at once leave torch 2.11 (whose settings are not a
+    # thread's own) with sizes dynamic by default, for the whole process.
+    with torch._dynamo.config.patch(recompile_limit=64, assume_static_by_default=True, automatic_dynamic_shapes=True):
         yield
     torch._dynamo.reset()
     tgb.reset()

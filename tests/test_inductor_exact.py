@@ -16,6 +16,7 @@ from torch_graph_backend import registry
 from torch_graph_backend.inductor_probe import Given, indices_are_checked, probe
 from torch_graph_backend.inductor_segment import CompiledSegment, Unsuitable, static_examples, trace
 from torch_graph_backend.passes.dedup import InputFacts
+from torch_graph_backend.passes.torch_api import cpp_rounds_halves
 
 pytestmark = pytest.mark.inductor
 
@@ -86,10 +87,46 @@ def test_functions_of_tiny_and_huge_numbers(no_grad: None) -> None:
     check(functions, tiny, huge)
 
 
-@pytest.mark.parametrize("narrow", [torch.float16, torch.bfloat16])
-def test_casts_that_round_on_purpose(narrow: torch.dtype, no_grad: None) -> None:
+ROUNDED: dict[str, tuple[Callable[[Tensor], object], torch.dtype]] = {
+    "float16": (lambda x: (x - x.half().float(), x.half().view(-1).float() * 3), torch.float32),
+    "bfloat16": (lambda x: (x - x.bfloat16().float(), x.bfloat16().view(-1).float() * 3), torch.float32),
+    "promoted": (lambda x: (x - x.half(), (x.half() == x).float() + 1), torch.float32),
+    "half to half": (lambda x: ((x * 70000).half().bfloat16() * 1, x.bfloat16().half() * 1), torch.float32),
+    "double": (lambda x: ((x + 1e-9) - (x + 1e-9).float().double(), x * 2), torch.float64),
+    "whole numbers": (lambda x: (x.bfloat16().float() * 3, x.half().double() + 1), torch.int64),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_casts_that_round_on_purpose(name: str, no_grad: None) -> None:
     """The part of a number that a half does not hold: zero, if the casts are dropped."""
-    check(lambda x: (x - x.to(narrow).float(), x.to(narrow).view(-1).float() * 3), torch.randn(16, 16))
+    function, dtype = ROUNDED[name]
+    x = torch.randn(16, 16) * (1 if dtype.is_floating_point else 1000)
+    fast = torch.compile(function, backend="bcg", dynamic=False)
+    for _ in range(3):
+        torch.testing.assert_close(fast(x.to(dtype)), function(x.to(dtype)), rtol=1e-6, atol=0, equal_nan=True)
+    (count,) = (c for graph in registry.all_graphs() for c in graph.ledger.keys.values())
+    if torch.__version__ >= "2.13":
+        assert count.compiled == 1, count.plain
+    else:  # Inductor drops the casts whatever it is told
+        assert [r.code for r in count.plain] == ["inductor-unsuitable"]
+        assert "rounds by a cast" in count.plain[0].text
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_casts_of_mixed_precision_are_compiled(dtype: torch.dtype, no_grad: None) -> None:
+    """A norm in float32 in the middle of a half model rounds its result once, and nothing reads it in float32."""
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        wide = x.float()
+        return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(dtype)
+
+    fast, args = torch.compile(norm, backend="bcg", dynamic=False), (torch.randn(8, 16), torch.randn(16))
+    for _ in range(3):
+        x, weight = (a.to(dtype) for a in args)
+        torch.testing.assert_close(fast(x, weight), norm(x, weight), rtol=2e-2, atol=0)
+    (count,) = (c for graph in registry.all_graphs() for c in graph.ledger.keys.values())
+    assert count.compiled == cpp_rounds_halves(), count.plain
 
 
 def test_what_raises_on_scratch_values_is_no_failure(caplog: pytest.LogCaptureFixture, no_grad: None) -> None:

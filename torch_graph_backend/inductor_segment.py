@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from torch_graph_backend.passes.alias import written_args
 from torch_graph_backend.passes.dedup import InputFacts
 from torch_graph_backend.passes.inductor_decisions import deciding
-from torch_graph_backend.passes.inductor_exact import EagerKernels, has_halves, rounds_on_purpose
+from torch_graph_backend.passes.inductor_exact import EagerKernels, has_halves, on_cpu, rounds_on_purpose
 from torch_graph_backend.passes.inductor_twins import keep_eager
 from torch_graph_backend.passes.torch_api import (
     FakeTensorMode,
@@ -301,11 +301,9 @@ def _compile(traced: Traced) -> Code:
         if reason:
             raise Unsuitable(reason)
         traced.gm.recompile()
-        halves = has_halves(traced.gm.graph)
-        if halves and not cpp_rounds_halves():
-            raise Unsuitable(
-                "Inductor's C++ of this version of torch does not round half precisions as eager code does"
-            )
-        rounds = halves or rounds_on_purpose(traced.gm.graph)
-        casts = {"emulate_precision_casts": True} if rounds else {}
-        return compile_with_inductor(traced.gm, traced.examples, traced.mode, PATCHES | casts)
+        halves, casts = has_halves(traced.gm.graph), rounds_on_purpose(traced.gm.graph)
+        if (halves or casts) and not cpp_rounds_halves() and on_cpu(traced.gm.graph):
+            what = "rounds by a cast" if casts else "computes in half precision"
+            raise Unsuitable(f"it {what}, and Inductor's C++ of this version of torch does not round there")
+        patches = PATCHES | ({"emulate_precision_casts": True} if halves or casts else {})
+        return compile_with_inductor(traced.gm, traced.examples, traced.mode, patches)
