@@ -126,9 +126,12 @@ def current_raw_stream(device: torch.device) -> int:
     return int(torch._C._cuda_getCurrentRawStream(_index(device)))
 
 
-def end_allocate_to_pool(device: torch.device, pool: Any) -> None:
-    """Take the CUDA allocator off a graph pool (what ``capture_end`` does, unless it fails before)."""
+def end_allocate_to_pool(device: torch.device, pool: Any, release: bool) -> None:
+    """Take the CUDA allocator off a graph pool (what ``capture_end`` does, unless it fails before); ``release``: give
+    up the use of the pool that ``capture_begin`` counted (as a graph does in the end whose capture was ended)."""
     torch._C._cuda_endAllocateToPool(_index(device), pool)
+    if release:
+        torch._C._cuda_releasePool(_index(device), pool)
 
 
 @contextlib.contextmanager

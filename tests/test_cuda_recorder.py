@@ -54,8 +54,10 @@ def test_a_segment_without_kernels_is_not_launched(recorder: CudaRecorder, monke
     assert launched == [full.handle]
 
 
-def test_other_threads_work_while_a_segment_is_recorded(recorder: CudaRecorder) -> None:
-    """The error mode is ``thread_local``: with ``global`` the other thread's calls would raise and end the capture."""
+@pytest.mark.parametrize("whole_device", [False, True])
+def test_other_threads_work_while_a_segment_is_recorded(recorder: CudaRecorder, whole_device: bool) -> None:
+    """The error mode is ``thread_local``: with ``global`` the other thread's calls would raise and end the capture.
+    Synchronising the whole device ends it in any mode (and raises there): the segment is recorded once more."""
     x = torch.ones(8, device="cuda")
     seen: list[Any] = []
 
@@ -63,25 +65,28 @@ def test_other_threads_work_while_a_segment_is_recorded(recorder: CudaRecorder) 
         try:
             with torch.cuda.stream(torch.cuda.Stream()):
                 fresh = torch.full((40 * MIB,), 3.0, device="cuda")  # asks the driver for memory
-                seen.append(fresh[:4].sum().item())  # waits for the device
-                torch.cuda.synchronize()
+                seen.append(fresh[:4].sum().item())  # waits for its stream
+                if whole_device:
+                    torch.cuda.synchronize()
         except BaseException as error:
             seen.append(error)
 
     def segment(a: torch.Tensor) -> torch.Tensor:
         out = a * 2
-        if torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_current_stream_capturing() and not seen:
             thread = threading.Thread(target=elsewhere)
             thread.start()
             thread.join()
         return out + 1
 
     found = recorded(recorder, segment, x)
-    assert seen == [12.0]
+    assert seen[0] == 12.0
+    assert len(seen) == 1 + whole_device
     x.fill_(4)
     with recorder.replay_session():
         recorder.replay(found)
     assert found.outputs[0].tolist() == [9.0] * 8
+    assert torch.rand(4, device="cuda").shape == (4,)
 
 
 def test_waiting_for_the_device_is_not_recorded(recorder: CudaRecorder) -> None:

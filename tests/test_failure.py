@@ -157,45 +157,6 @@ def test_a_failure_in_any_step_of_recording(
         assert found.replays == 2
 
 
-@pytest.mark.parametrize("step", ["begin", "segment", "end", ""])
-@pytest.mark.parametrize("kind", [Injected, KeyboardInterrupt])
-def test_a_capture_that_breaks_anywhere_is_ended_once(step: str, kind: type[BaseException]) -> None:
-    """With a graph that is none, so that it runs on every machine: the first exception is the one that comes out."""
-    from torch_graph_backend.recorders.cuda import CudaRecorder
-
-    done: list[str] = []
-
-    def does(name: str) -> None:
-        done.append(name)
-        if name == step:
-            raise kind(name)
-
-    class Graph:
-        def capture_begin(self, **_: Any) -> None:
-            does("begin")
-
-        def capture_end(self) -> None:
-            does("end")
-
-    recorder = CudaRecorder.__new__(CudaRecorder)
-    recorder.pool = (0, 0)
-    recorder._abandon = lambda graph: done.append("abandon")  # type: ignore[method-assign]
-    out = torch.ones(2)
-
-    def segment(*_: Any) -> Tensor:
-        does("segment")
-        return out
-
-    everything = ["begin", "segment", "end"]
-    if not step:
-        assert recorder._capture(Graph(), segment, ()) == ((out,), True)
-        assert done == everything
-        return
-    with pytest.raises(kind, match=step):
-        recorder._capture(Graph(), segment, ())
-    assert done == [*everything[: everything.index(step) + 1], "abandon"]
-
-
 def test_the_traceback_of_a_demoted_segment_is_in_the_log(
     device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

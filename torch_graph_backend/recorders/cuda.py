@@ -12,6 +12,10 @@ the caller's current stream. What is not obvious, and why:
 * the cuBLAS workspaces are dropped before and after a recording session, as PyTorch's own graph trees do: a workspace
   allocated inside a capture belongs to the pool, and must not be used outside it, nor the reverse.
 * the garbage collector is off while recording: a tensor freed by it would be freed inside the capture.
+* a capture can be ended from outside: another thread that synchronises the whole device ends all of its captures. The
+  segment is recorded once more.
+* a capture that cannot be ended leaves torch's allocator of pinned memory recording into the pool, and a later capture
+  into it would raise: the recorder goes on with a pool of its own.
 * while a recording runs, random CUDA calls of *other* threads raise on torch 2.11 (the default generator belongs to the
   capture, whatever is captured); recordings are short, and ahead of time where that matters.
 * a segment all of whose kernels ran on nothing (tensors without entries) records an empty graph, which is not launched.
@@ -43,6 +47,13 @@ from torch_graph_backend.passes.torch_api import (
 from torch_graph_backend.recorders.base import CaptureBackend, Recording, Segment
 
 EMPTY = "The CUDA Graph is empty"
+#: In the first error of a segment whose capture something else has ended. (What it does itself says "not permitted".)
+ENDED = "StreamCaptureInvalidated"
+#: How often a segment is recorded before that counts as its own failure.
+ATTEMPTS = 4
+
+#: Graphs whose capture could not be ended: on torch 2.11 the allocator of pinned memory keeps their address.
+_unended: list[torch.cuda.CUDAGraph] = []
 
 
 def _end(graph: torch.cuda.CUDAGraph) -> bool:
@@ -70,10 +81,13 @@ class CudaRecorder(CaptureBackend):
         self._last: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
         self._recording = False
         self._keeper: torch.cuda.CUDAGraph | None = None
+        #: Pools that cannot be recorded into any more, and what keeps their memory for the recordings that have it.
+        self._left: list[tuple[tuple[int, int], torch.cuda.CUDAGraph | None]] = []
 
     def _ranges(self) -> list[tuple[int, int]]:
-        """Address and bytes of every piece of memory of the pool."""
-        return [] if self._keeper is None else pool_segments(self.pool)
+        """Address and bytes of every piece of memory of the pool, and of those that were left."""
+        pools = [*self._left, (self.pool, self._keeper)]
+        return [piece for pool, keeper in pools if keeper is not None for piece in pool_segments(pool)]
 
     @property
     def nbytes(self) -> int:
@@ -162,30 +176,44 @@ class CudaRecorder(CaptureBackend):
     def capture_one(self, segment: Segment, args: Sequence[Any], weak: Sequence[torch.Tensor] = ()) -> Recording:
         if self._recording:
             raise CaptureError("CudaRecorder.capture_one", "this recorder is recording")
-        graph = torch.cuda.CUDAGraph()
         self._recording = True
         try:
             with torch.cuda.stream(self.stream):
-                outputs, filled = self._capture(graph, segment, args)
+                graph, outputs, filled = self._capture_again(segment, args)
         finally:
             self._recording = False
         self._graphs.add(graph)
         return Recording(outputs=outputs, handle=graph, kernels=int(filled))
 
+    def _capture_again(
+        self, segment: Segment, args: Sequence[Any]
+    ) -> tuple[torch.cuda.CUDAGraph, tuple[Any, ...], bool]:
+        """A capture, or the next one where something else has ended it: nothing has run, so it may be tried again."""
+        for left in reversed(range(ATTEMPTS)):
+            graph = torch.cuda.CUDAGraph()
+            try:
+                return graph, *self._capture(graph, segment, args)
+            except RuntimeError as error:
+                if left == 0 or ENDED not in str(error):
+                    raise
+        raise AssertionError("unreachable")
+
     def _capture(
         self, graph: torch.cuda.CUDAGraph, segment: Segment, args: Sequence[Any]
     ) -> tuple[tuple[Any, ...], bool]:
         """The results of a segment, and whether the graph has anything to launch."""
+        begun = False
         try:
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            begun = True
             results = segment(*args)
             filled = _end(graph)
         except BaseException:
-            self._abandon(graph)
+            self._abandon(graph, begun)
             raise
         return (results,) if isinstance(results, torch.Tensor) else tuple(results), filled
 
-    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+    def _abandon(self, graph: torch.cuda.CUDAGraph, begun: bool) -> None:
         """End a broken capture; the exception that broke it is the one the user sees.
 
         A capture that fails to begin or to end leaves the default generator believing that it is being captured, and
@@ -193,15 +221,23 @@ class CudaRecorder(CaptureBackend):
         """
         try:
             graph.capture_end()
-        except RuntimeError:  # an invalidated capture: its end stops half-way, with the allocator still on the pool
+        except RuntimeError:  # its end stops half-way, with both allocators still on the pool
             with contextlib.suppress(RuntimeError):
-                end_allocate_to_pool(self.device, self.pool)
+                end_allocate_to_pool(self.device, self.pool, release=begun)
+            self._leave_pool(graph)
         with contextlib.suppress(RuntimeError):
             graph.reset()
+        empty = torch.cuda.CUDAGraph()
         with contextlib.suppress(RuntimeError):
-            empty = torch.cuda.CUDAGraph()
             empty.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             _end(empty)
+            self._keeper = self._keeper or empty
+
+    def _leave_pool(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Go on with another pool. Recordings keep their memory in this one until ``cleanup``."""
+        _unended.append(graph)
+        self._left.append((self.pool, self._keeper))
+        self.pool, self._keeper = torch.cuda.graph_pool_handle(), None
 
     @contextlib.contextmanager
     def replay_session(self) -> Iterator[None]:
@@ -227,4 +263,5 @@ class CudaRecorder(CaptureBackend):
             graph.reset()
         self._graphs = weakref.WeakSet()
         self._last = self._keeper = None
+        self._left.clear()
         self.pool = torch.cuda.graph_pool_handle()
