@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torch_graph_backend.audit_blame import REPEATS, blame
+from torch_graph_backend.audit_compare import close
 from torch_graph_backend.audit_rows import FILLS, Bounds, Layouts, jumps
-from torch_graph_backend.audit_trial import REAL_SIZE, TRASH_ROW, Trial, close, same
+from torch_graph_backend.audit_trial import REAL_SIZE, TRASH_ROW, Trial
 from torch_graph_backend.frames import FirstFrame, PartialFrame
 from torch_graph_backend.ledger import log
 from torch_graph_backend.passes.reasons import Reason
@@ -143,7 +144,7 @@ class Audit:
                 log.debug("segment %d cannot run with %s in padded rows: %s", trial.step.index, how, error)
                 continue
             ran += 1
-            suspects = [k for k, (a, b) in enumerate(zip(base, seen, strict=True)) if not same(a, b)]
+            suspects = [k for k, (a, b) in enumerate(zip(base, seen, strict=True)) if not trial.alike(a, b)]
             if suspects and self.repeatable(trial, how, base, seen, suspects):
                 return how
         if jumping:
@@ -160,7 +161,7 @@ class Audit:
         """Whether some result that differs is the same whenever its fill is."""
         for fill, first in [("", base), (how, seen)] * REPEATS:
             again = trial.attempt(fill)
-            suspects = [k for k in suspects if same(first[k], again[k])]
+            suspects = [k for k in suspects if trial.alike(first[k], again[k])]
         return bool(suspects)
 
 

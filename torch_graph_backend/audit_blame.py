@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from torch_graph_backend.audit_trial import REAL_SIZE, TRASH_ROW, Trial, close, same
+from torch_graph_backend.audit_compare import close
+from torch_graph_backend.audit_trial import REAL_SIZE, TRASH_ROW, Trial
 from torch_graph_backend.ledger import log
 from torch_graph_backend.passes.padding_rules_declared import TRASH
 from torch_graph_backend.passes.reasons import Reason
@@ -44,11 +45,11 @@ def first_wrong(trial: Trial, how: str) -> tuple[str | None, bool]:
     moving: set[tuple[str, int]] = set()
     for fill, first in [("", base), (how, seen)] * REPEATS:
         again = trial.probe(fill)
-        moving |= {(n, k) for n, rows in first.items() for k, t in enumerate(rows) if not same(t, again[n][k])}
+        moving |= {(n, k) for n, rows in first.items() for k, t in enumerate(rows) if not trial.alike(t, again[n][k])}
     for name, rows in base.items():
         for k, left in enumerate(rows):
             right = seen[name][k]
-            wrong = not (close(left, right, trial.scale) if how == REAL_SIZE else same(left, right))
+            wrong = not (close(left, right, trial.scale) if how == REAL_SIZE else trial.alike(left, right))
             if wrong and ((name, k) not in moving or how == REAL_SIZE):
                 return name, not moving
     return None, not moving

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torch_graph_backend.audit_compare import adds_in_any_order, close, largest_of, same
 from torch_graph_backend.audit_rows import Bound, Bounds, guarded, spoil, write
 from torch_graph_backend.codegen import probed
 from torch_graph_backend.passes.capturable import tensors_of
@@ -30,12 +31,6 @@ if TYPE_CHECKING:
 REAL_SIZE = "real size"
 #: The first try: other contents in rows that are declared to be read by nobody.
 TRASH_ROW = "trash row"
-#: Relative to the largest entry: rounding differs between two shapes, a leak is larger.
-_ROUNDING = {torch.float64: 1e-6, torch.complex128: 1e-6, torch.float32: 1e-3, torch.complex64: 1e-3}
-_HALF_ROUNDING = 6e-2
-#: Entries this small beside the inputs may be nothing but rounding.
-_NOISE = 1e-2
-
 Observed = list[torch.Tensor]
 
 
@@ -66,7 +61,8 @@ class Trial:
         self.state += self.trash
         named = zip(step.inputs, self.inputs, strict=True)
         self.holds_trash = {name for (name, _), value in named if self._hidden(value)}
-        self.scale = max((float(_largest(t)) for t in (*self.state, *self.written)), default=0.0)
+        self.scale = max((float(largest_of(t)) for t in (*self.state, *self.written)), default=0.0)
+        self.any_order = adds_in_any_order(step.ops, entry.plan.device)
         with torch.inference_mode(False), torch.no_grad():
             self.before = [t.clone() for t in (*self.state, *self.written)]
 
@@ -105,6 +101,10 @@ class Trial:
             for tensor, bound in zip(flat(value) if found else (), found, strict=True):
                 if bound is not None:
                     yield name, tensor, bound
+
+    def alike(self, left: torch.Tensor, right: torch.Tensor) -> bool:
+        """Whether two runs left the same: bit for bit, if the segment gives the same bits twice."""
+        return same(left, right) or (self.any_order and close(left, right, self.scale))
 
     @contextmanager
     def modes(self) -> Iterator[None]:
@@ -257,32 +257,3 @@ def dense(spec: TensorSpec) -> TensorSpec:
 
 def flat(value: Any) -> list[torch.Tensor]:
     return tensors_of(value)
-
-
-def same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Bit for bit: NaN equals the same NaN."""
-    return torch.equal(_bits(left), _bits(right))
-
-
-def close(left: torch.Tensor, right: torch.Tensor, scale: float) -> bool:
-    """But for rounding. ``scale``: the largest entry of what went in."""
-    if not (left.is_floating_point() or left.is_complex()):
-        return torch.equal(left, right)
-    tolerance = _ROUNDING.get(left.dtype, _HALF_ROUNDING)
-    wide = torch.complex128 if left.is_complex() else torch.float64
-    a, b = left.to(wide), right.to(wide)
-    largest = max(float(_largest(right)), _NOISE * scale, _NOISE)
-    return torch.allclose(a, b, rtol=0.0, atol=tolerance * largest, equal_nan=True)
-
-
-def _largest(tensor: torch.Tensor) -> torch.Tensor | float:
-    """The largest finite magnitude of floating-point entries."""
-    if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
-        return 0.0
-    sizes = tensor.abs().float()
-    return torch.where(torch.isfinite(sizes), sizes, 0.0).max()
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.resolve_conj().resolve_neg().contiguous()
-    return tensor.view(torch.uint8) if tensor.dim() else tensor.reshape(1).view(torch.uint8)
