@@ -23,6 +23,7 @@ from torch_graph_backend import errors
 from torch_graph_backend.config import Config
 from torch_graph_backend.passes.reasons import CODES, SOFT
 from torch_graph_backend.passes.torch_api import cpp_compiler_error
+from torch_graph_backend.recorders import fill_choice
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -234,6 +235,21 @@ def test_audit_numbers_are_those_of_the_benchmark() -> None:
     wanted = [[f"{r['ms']:.2f}", f"{r['audited_ms']:.2f}", f"{r['ratio']:.1f}"] for r in measured["rows"]]
     assert [cells[1:] for cells in rows(text, "## Cost")] == wanted
     assert f"torch {measured['torch']}" in text
+    measured = json.loads((ROOT / "docs" / "bench" / "audit_cost_cuda.json").read_text(encoding="utf-8"))
+    for r in measured["rows"]:
+        assert f"{r['ms']:.2f} and {r['audited_ms']:.2f} ms, {r['ratio']:.1f} times" in text
+
+
+def test_fill_numbers_are_those_of_the_benchmark() -> None:
+    text = (ROOT / "docs" / "slots.md").read_text(encoding="utf-8")
+    found = json.loads((ROOT / "docs" / "bench" / "fill_check.json").read_text(encoding="utf-8"))
+    assert found["verdict"] == f"yes, from {fill_choice.FUSED_FROM} slots on"
+    assert fill_choice.ENABLED
+    measured, wanted = found["rows"], []
+    for grouped, fused in zip(measured[::2], measured[1::2], strict=True):
+        cells = [f"{r[k]:.1f}" for k in ("same_total_us", "new_total_us") for r in (grouped, fused)]
+        wanted.append([str(grouped["slots"]), *cells])
+    assert list(rows(text, "## What a fill costs"))[: len(wanted)] == wanted
 
 
 def test_reasons_lists_every_code_with_its_meaning() -> None:

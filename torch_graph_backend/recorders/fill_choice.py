@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 #: The kernel is used from so many slots on; ``None``: never. Set by ``tests/bench/fill.py`` on a GPU, which writes
 #: ``docs/bench/fill.json``; a test compares the two. (2 is the least that is measured.)
 FUSED_FROM: int | None = 2
-#: Off: on a GPU the kernel alone has run (the bench compares its bits), not yet a whole call that fills through it.
-#: ``python tests/bench/fill_check.py`` on a GPU says whether this line may say ``True``.
+#: ``python tests/bench/fill_check.py`` on a GPU says whether this line may say ``True``: whole calls through the kernel
+#: and through copies leave the same bits, and none is slower (``docs/bench/fill_check.json``; a test compares the two).
 ENABLED = True
 #: Kinds of devices that the kernel runs on (tests add the CPU, with Triton's interpreter).
 DEVICES = {"cuda"}
