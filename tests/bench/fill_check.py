@@ -152,7 +152,8 @@ def main() -> int:
     least = min((c for c in faster if all(faster[d] for d in faster if d >= c)), default=None)
     if "times" in options.only and least is None:
         wrong.append("it is slower with many slots")
-    verdict = f"yes, from {least} slots on" if not wrong else "no: " + "; ".join(wrong)
+    fine = f"yes, from {least} slots on" if "times" in options.only else "its bits are those of copies"
+    verdict = "no: " + "; ".join(wrong) if wrong else fine
     if options.out is not None:
         result = {"device": torch.cuda.get_device_name(0), "torch": torch.__version__, "verdict": verdict}
         result |= {"seconds": time.perf_counter() - start, "equal": {k: not v for k, v in equal.items()}, "rows": rows}
