@@ -168,6 +168,18 @@ def test_inputs_that_dynamo_does_not_guard(code: str) -> None:
         refused(code, lambda: graph(*with_input(graph, INPUTS[code]())))
 
 
+@case("other-strides")
+def test_other_strides(code: str) -> None:
+    """Found by the first call: its answer is thrown away, and refused."""
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return F.max_pool1d((x.view(-1, 2, 2) * 1).transpose(1, 2), 1) * 2
+
+    with compiled(f, strict=True, buckets=[4, 8]) as g, pytest.raises(StrictModeError) as raised:
+        g(rows(3))
+    check(code, raised.value)
+
+
 @case("aliased-inputs")
 def test_aliased_inputs(code: str) -> None:
     both = torch.randn(5, 4)

@@ -39,6 +39,7 @@ from torch_graph_backend.plan import Plan
 from torch_graph_backend.plan_build import Declared, build_plan
 from torch_graph_backend.runner import CompiledGraph
 from torch_graph_backend.step import stepped
+from torch_graph_backend.strides import doubtful
 
 
 def bcg(
@@ -197,6 +198,7 @@ class _Compiler:
             return
         written = _written_args(normal, classified)
         pure = not written and not any(is_random(n) or has_hidden_effects(n) for n in normal.graph.nodes)
+        self.graph.reason = self.graph.reason or (None if pure else doubtful(normal.graph))
         self.graph.adopt(plan, normal, layouts, written, found, pure)
         self.graph.seconds = {"normalise": middle - start, "plan": time.perf_counter() - middle}
         self.report(plan)

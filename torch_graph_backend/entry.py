@@ -33,6 +33,7 @@ from torch_graph_backend.progress import shown
 from torch_graph_backend.recorders.base import Recording, Segment
 from torch_graph_backend.shape_key import ShapeKey
 from torch_graph_backend.slots import Sizes, Window, buffer_strides
+from torch_graph_backend.strides import mislaid
 from torch_graph_backend.verify import CheckedFrame
 from torch_graph_backend.warmup import warm_breaks
 
@@ -96,6 +97,11 @@ class Entry:
         self.rest = self.rests = 0
         self.verify = False
         self.refused: Reason | None = None
+        #: Shape, stride, dtype and device of what segments return at the bucket, by name; and why that is not so.
+        self.planned: dict[str, list[Any]] = {}
+        self.mislaid: Reason | None = None
+        #: Eager values by PyTorch's own kernels. (What another library lays out is for its fake implementation to say.)
+        self.trusted = {n.name for n in normal.graph.nodes if getattr(n.target, "namespace", "") == "aten"}
         self.forget()
 
     def forget(self) -> None:
@@ -141,7 +147,11 @@ class Entry:
     ) -> tuple[Any, ...]:
         """Run a segment's Python at the bucket's size; ``pool``: no other segment of this call is replayed."""
         with self.recorder.capture_session(self.writes_inference(args), pool):
-            return tuple(self.body(step)(*self.inputs(step, args, values)))
+            made = tuple(self.body(step)(*self.inputs(step, args, values)))
+        self.mislaid = self.mislaid or mislaid(
+            zip(step.outputs, made, strict=True), (self.planned.get(name, []) for name in step.outputs)
+        )
+        return made
 
     def body(self, step: CapturedSegment) -> Segment:
         """What computes a segment from its inputs: Inductor's code, or the plan's own operations."""

@@ -17,6 +17,7 @@ from torch_graph_backend.errors import BridgeMismatch
 from torch_graph_backend.plan import CapturedSegment, Cut, EagerRegion
 from torch_graph_backend.recorders.fill_choice import make_filler
 from torch_graph_backend.slots import CutView, Filler, evaluate, take_all
+from torch_graph_backend.strides import apart, different
 
 if TYPE_CHECKING:
     from torch_graph_backend.entry import Entry
@@ -187,6 +188,16 @@ class FirstFrame(Frame):
         cuts = take_all([self._cut(i, c) for i, c in self.entry.cuts_after.get(index, ())])
         self._let_go(index)
         return cuts
+
+    def bridge(self, index: int, values: Sequence[Any]) -> None:
+        e = self.entry
+        for i, value in zip(self.bridge_fillers[index][0], values, strict=True):
+            planned = e.plan.bridges[i]
+            stride = tuple(evaluate(s, self.sizes) for s in planned.spec.stride)
+            ours = planned.direct or planned.value not in e.trusted or not isinstance(value, torch.Tensor)
+            if not ours and value.dim() == len(stride) and apart(value.shape, value.stride(), stride):
+                e.mislaid = e.mislaid or different(planned.value, value.stride(), stride)
+        super().bridge(index, values)
 
     def _let_go(self, index: int) -> None:
         """Drop what no later step reads. (A cut that a later step takes from it is a reader.)"""

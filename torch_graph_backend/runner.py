@@ -115,6 +115,8 @@ class CompiledGraph:
                         raise
                 finally:
                     entry.state.running = False
+            if reason is None and self.pure and entry.mislaid is not None:
+                reason = self.reason  # which came to light in this call
             if reason is None:
                 if self.unpinned:  # no instance knows these
                     self.given.add(args[i] for i in self.unpinned)
@@ -293,6 +295,11 @@ class CompiledGraph:
         with entry.recorder.replay_session():
             out = self.program.run(args, sizes, frame)
         self.ledger.fill_launches += frame.launches
+        if entry.mislaid is not None:
+            self.reason = entry.mislaid
+            if not self.pure:
+                self.ledger.count_eager(entry.mislaid)
+            return out
         if replay:
             entry.replays += 1
             if entry.replays == WORTH_RECORDING:
@@ -327,6 +334,9 @@ class CompiledGraph:
     def ready(self, entry: Entry, args: Sequence[Any]) -> Reason | None:
         """Compile a key's segments before its first call and record it on its second; a reason if there was no memory
         for it (nothing has run then)."""
+        if entry.mislaid is not None:
+            self.reason = entry.mislaid
+            return self.reason
         reason = None
         self.prepare(entry, args)
         if not entry.recorded and entry.uncaptured is None and threading.get_ident() in entry.ran_on:

@@ -44,6 +44,7 @@ def bucket_reason(entry: Entry) -> Reason | None:
                         text = f"{name} is {got[2]} {list(got[0])} at {entry.key}, planned {list(expected)}"
                         return Reason("bucket-invalid", text)
             values.update(zip(step.outputs, outputs, strict=True))
+    entry.planned = {name: _flat(made) for name, made in values.items()}
     return None
 
 

@@ -1,0 +1,72 @@
+"""Do results lie in memory as the plan says? Some operations lay theirs out otherwise than their fake implementation.
+
+Contract. Plans are made from fake tensors, and what the caller gets is laid out as planned. Where a kernel of PyTorch
+disagrees (``max_pool1d`` or ``batch_norm`` of a transposed tensor, ``a // b`` of one that is broadcast, in torch 2.13)
+eager code gives other strides. A first run of a segment shows it: the graph is eager from then on, that call included
+if it changes nothing that outlives it. If it does, it cannot be run again, so the operations that are known for it
+make the graph eager beforehand (``doubtful``). Strides of dimensions of size 1 lead nowhere and are not compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from torch_graph_backend.passes.alias import arguments
+from torch_graph_backend.passes.capturable import tensors_of
+from torch_graph_backend.passes.reasons import Reason
+from torch_graph_backend.passes.torch_api import OpOverload
+
+#: Operations seen to lay out results of tensors that are not contiguous otherwise than their fake implementations.
+_NAMES = """
+    _batch_norm_with_update _native_batch_norm_legit batch_norm channel_shuffle copysign div floor_divide
+    heaviside instance_norm ldexp logaddexp logical_and logical_or logical_xor max_pool1d max_unpool2d max_unpool3d
+    native_batch_norm native_channel_shuffle one_hot pad reflection_pad1d reflection_pad2d reflection_pad3d
+    replication_pad1d replication_pad2d replication_pad3d roll special_xlog1py xlogy
+"""
+
+DOUBTFUL = frozenset(_NAMES.split())
+
+
+def apart(shape: Sequence[int], got: Sequence[int], want: Sequence[int]) -> bool:
+    """Whether two strides reach other places."""
+    return 0 not in shape and any(n > 1 and a != b for n, a, b in zip(shape, got, want, strict=True))
+
+
+def mislaid(made: Iterable[tuple[str, Any]], planned: Iterable[list[Any]]) -> Reason | None:
+    """Why the plan's strides are not eager's, if a value (with its name) shows it; ``planned``: shape, stride, ..."""
+    for (name, value), expected in zip(made, planned, strict=True):
+        for tensor, (shape, stride, *_) in zip(tensors_of(value), expected, strict=False):
+            if tuple(tensor.shape) == tuple(shape) and apart(shape, tensor.stride(), stride):
+                return different(name, tensor.stride(), stride)
+    return None
+
+
+def different(name: str, got: Sequence[int], want: Sequence[int]) -> Reason:
+    return Reason("other-strides", f"{name} has strides {tuple(got)}, its fake implementation promised {tuple(want)}")
+
+
+def doubtful(graph: Graph) -> Reason | None:
+    """An operation whose strides cannot be told, in a graph whose calls cannot be run again."""
+    for node in graph.nodes:
+        target = node.target
+        if not isinstance(target, OpOverload) or target.overloadpacket.__name__.removesuffix("_") not in DOUBTFUL:
+            continue
+        named, name = arguments(node), target.overloadpacket.__name__.removesuffix("_")
+        if named.get("mode") == "constant" or (name == "div" and named.get("rounding_mode") is None):
+            continue  # padding with one value and plain quotients are as promised
+        if any(_is_laid_out(t) for a in node.all_input_nodes for t in tensors_of(a.meta.get("val"))):
+            return Reason("other-strides", f"{_name(node)} of a tensor that is not contiguous, beside what it changes")
+    return None
+
+
+def _is_laid_out(value: torch.Tensor) -> bool:
+    return value.layout is torch.strided and value.dim() > 1 and not value.is_contiguous()
+
+
+def _name(node: Node) -> str:
+    assert isinstance(node.target, OpOverload)
+    return f"aten.{node.target.overloadpacket.__name__}"
