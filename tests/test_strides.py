@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import torch_graph_backend as tgb
+from torch_graph_backend import registry
+from torch_graph_backend.strides import compared
 
 PROGRAMS: dict[str, tuple[Callable[..., Tensor], Callable[[int], tuple[Tensor, ...]]]] = {
     "max_pool1d": (lambda x: F.max_pool1d(x.transpose(1, 2) * 1, 2), lambda n: (torch.randn(n, 6, 4),)),
@@ -87,3 +90,20 @@ def test_what_is_laid_out_as_promised_is_captured() -> None:
     """Transposed results alone are no reason to give up."""
     stats = check(lambda x: (x.t() * 2 + 1).relu() / 3, lambda n: (torch.randn(4, n),))
     assert not stats.eager
+
+
+def test_on_a_gpu_results_alone_are_compared() -> None:
+    """Attention there is laid out otherwise than its fake implementation says, and that is no reason to give up."""
+    compiled = torch.compile(lambda x: (x * 2).relu() + 1, backend="bcg", options={"buckets": [8], "inductor": "off"})
+    with torch.no_grad():
+        for n in (5, 6):
+            x = torch.randn(n, 4)
+            torch._dynamo.maybe_mark_dynamic(x, 0)
+            compiled(x)
+    (plan,) = tgb.plans(compiled)
+    (step,) = plan.segments
+    graph = registry.all_graphs()[0].normal.graph
+    assert compared(plan, graph)[0] == set(step.outputs)
+    there = replace(plan, device=torch.device("cuda", 0))
+    assert compared(there, graph) == ({c.value for c in plan.cuts if c.private}, set())
+    assert compared(replace(there, cuts=()), graph) == (set(), set())

@@ -33,7 +33,7 @@ from torch_graph_backend.progress import shown
 from torch_graph_backend.recorders.base import Recording, Segment
 from torch_graph_backend.shape_key import ShapeKey
 from torch_graph_backend.slots import Sizes, Window, buffer_strides
-from torch_graph_backend.strides import mislaid
+from torch_graph_backend.strides import compared, mislaid
 from torch_graph_backend.verify import CheckedFrame
 from torch_graph_backend.warmup import warm_breaks
 
@@ -100,8 +100,8 @@ class Entry:
         #: Shape, stride, dtype and device of what segments return at the bucket, by name; and why that is not so.
         self.planned: dict[str, list[Any]] = {}
         self.mislaid: Reason | None = None
-        #: Eager values by PyTorch's own kernels. (What another library lays out is for its fake implementation to say.)
-        self.trusted = {n.name for n in normal.graph.nodes if getattr(n.target, "namespace", "") == "aten"}
+        #: Values whose layout the first run compares with the plan's, captured ones and eager ones.
+        self.compared, self.bridged = compared(plan, normal.graph)
         self.forget()
 
     def forget(self) -> None:
@@ -148,9 +148,8 @@ class Entry:
         """Run a segment's Python at the bucket's size; ``pool``: no other segment of this call is replayed."""
         with self.recorder.capture_session(self.writes_inference(args), pool):
             made = tuple(self.body(step)(*self.inputs(step, args, values)))
-        self.mislaid = self.mislaid or mislaid(
-            zip(step.outputs, made, strict=True), (self.planned.get(name, []) for name in step.outputs)
-        )
+        pairs = [(name, value) for name, value in zip(step.outputs, made, strict=True) if name in self.compared]
+        self.mislaid = self.mislaid or mislaid(pairs, (self.planned.get(name, []) for name, _ in pairs))
         return made
 
     def body(self, step: CapturedSegment) -> Segment:

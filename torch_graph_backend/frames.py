@@ -194,7 +194,7 @@ class FirstFrame(Frame):
         for i, value in zip(self.bridge_fillers[index][0], values, strict=True):
             planned = e.plan.bridges[i]
             stride = tuple(evaluate(s, self.sizes) for s in planned.spec.stride)
-            ours = planned.direct or planned.value not in e.trusted or not isinstance(value, torch.Tensor)
+            ours = planned.direct or planned.value not in e.bridged or not isinstance(value, torch.Tensor)
             if not ours and value.dim() == len(stride) and apart(value.shape, value.stride(), stride):
                 e.mislaid = e.mislaid or different(planned.value, value.stride(), stride)
         super().bridge(index, values)

@@ -5,6 +5,9 @@ disagrees (``max_pool1d`` or ``batch_norm`` of a transposed tensor, ``a // b`` o
 eager code gives other strides. A first run of a segment shows it: the graph is eager from then on, that call included
 if it changes nothing that outlives it. If it does, it cannot be run again, so the operations that are known for it
 make the graph eager beforehand (``doubtful``). Strides of dimensions of size 1 lead nowhere and are not compared.
+
+On a GPU attention lays its result out otherwise than its fake implementation as a rule, and what follows makes nothing
+of it: there the results that the caller gets from a segment are compared, and no others.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from torch_graph_backend.passes.alias import arguments
 from torch_graph_backend.passes.capturable import tensors_of
 from torch_graph_backend.passes.reasons import Reason
 from torch_graph_backend.passes.torch_api import OpOverload
+from torch_graph_backend.plan import Plan
 
 #: Operations seen to lay out results of tensors that are not contiguous otherwise than their fake implementations.
 _NAMES = """
@@ -29,6 +33,15 @@ _NAMES = """
 """
 
 DOUBTFUL = frozenset(_NAMES.split())
+
+
+def compared(plan: Plan, graph: Graph) -> tuple[set[str], set[str]]:
+    """The captured values whose layout is compared, and the eager ones: those by PyTorch's own kernels. (What another
+    library lays out is for its fake implementation to say.)"""
+    if plan.device.type != "cpu":
+        return {cut.value for cut in plan.cuts if cut.private}, set()
+    own = {n.name for n in graph.nodes if getattr(n.target, "namespace", "") == "aten"}
+    return {name for step in plan.segments for name in step.outputs}, own
 
 
 def apart(shape: Sequence[int], got: Sequence[int], want: Sequence[int]) -> bool:
@@ -58,13 +71,19 @@ def doubtful(graph: Graph) -> Reason | None:
         named, name = arguments(node), target.overloadpacket.__name__.removesuffix("_")
         if named.get("mode") == "constant" or (name == "div" and named.get("rounding_mode") is None):
             continue  # padding with one value and plain quotients are as promised
-        if any(_is_laid_out(t) for a in node.all_input_nodes for t in tensors_of(a.meta.get("val"))):
+        if any(
+            _is_laid_out(t) and t.device.type == "cpu"
+            for a in node.all_input_nodes
+            for t in tensors_of(a.meta.get("val"))
+        ):
             return Reason("other-strides", f"{_name(node)} of a tensor that is not contiguous, beside what it changes")
     return None
 
 
 def _is_laid_out(value: torch.Tensor) -> bool:
-    return value.layout is torch.strided and value.dim() > 1 and not value.is_contiguous()
+    """The operations were tried on a CPU."""
+    strided = value.layout is torch.strided and value.dim() > 1
+    return value.device.type == "cpu" and strided and not value.is_contiguous()
 
 
 def _name(node: Node) -> str:
