@@ -93,7 +93,7 @@ def test_what_is_laid_out_as_promised_is_captured() -> None:
 
 
 def test_on_a_gpu_results_alone_are_compared() -> None:
-    """Attention there is laid out otherwise than its fake implementation says, and that is no reason to give up."""
+    """Attention there may be laid out otherwise than its fake implementation says: no reason to give up."""
     compiled = torch.compile(lambda x: (x * 2).relu() + 1, backend="bcg", options={"buckets": [8], "inductor": "off"})
     with torch.no_grad():
         for n in (5, 6):

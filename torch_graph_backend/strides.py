@@ -6,8 +6,8 @@ eager code gives other strides. A first run of a segment shows it: the graph is 
 if it changes nothing that outlives it. If it does, it cannot be run again, so the operations that are known for it
 make the graph eager beforehand (``doubtful``). Strides of dimensions of size 1 lead nowhere and are not compared.
 
-On a GPU attention lays its result out otherwise than its fake implementation as a rule, and what follows makes nothing
-of it: there the results that the caller gets from a segment are compared, and no others.
+On a GPU the kernel of attention, and so its layout, is chosen when it runs, and what follows mostly makes nothing of
+it: there the results that the caller gets from a segment are compared, and no others. (Not yet seen on a GPU.)
 """
 
 from __future__ import annotations
