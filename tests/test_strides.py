@@ -92,7 +92,7 @@ def test_what_is_laid_out_as_promised_is_captured() -> None:
     assert not stats.eager
 
 
-def test_on_a_gpu_results_alone_are_compared() -> None:
+def test_on_a_gpu_nothing_is_compared() -> None:
     """Attention there may be laid out otherwise than its fake implementation says: no reason to give up."""
     compiled = torch.compile(lambda x: (x * 2).relu() + 1, backend="bcg", options={"buckets": [8], "inductor": "off"})
     with torch.no_grad():
@@ -104,6 +104,4 @@ def test_on_a_gpu_results_alone_are_compared() -> None:
     (step,) = plan.segments
     graph = registry.all_graphs()[0].normal.graph
     assert compared(plan, graph)[0] == set(step.outputs)
-    there = replace(plan, device=torch.device("cuda", 0))
-    assert compared(there, graph) == ({c.value for c in plan.cuts if c.private}, set())
-    assert compared(replace(there, cuts=()), graph) == (set(), set())
+    assert compared(replace(plan, device=torch.device("cuda", 0)), graph) == (set(), set())

@@ -295,7 +295,7 @@ class CompiledGraph:
         with entry.recorder.replay_session():
             out = self.program.run(args, sizes, frame)
         self.ledger.fill_launches += frame.launches
-        if entry.mislaid is not None:
+        if not replay and entry.mislaid is not None:
             self.reason = entry.mislaid
             if not self.pure:
                 self.ledger.count_eager(entry.mislaid)
