@@ -200,3 +200,52 @@ def test_cleaning_up_gives_back_the_pools_that_were_left(device: Device) -> None
     recorder.cleanup()
     assert recorder.nbytes == 0
     assert recorder.pool not in device.pools
+
+
+@pytest.mark.parametrize(
+    ("free", "share", "reserved", "kept", "room"),
+    [
+        (10, 1.0, 60, 50, True),
+        (3, 1.0, 80, 50, True),  # what the allocator keeps is given back
+        (3, 1.0, 80, 1, False),  # and is not enough
+        (50, 0.5, 49, 40, True),  # the device has some, the process's share of it is used up
+        (50, 0.5, 49, 2, False),
+    ],
+)
+def test_room_in_the_pool(
+    monkeypatch: pytest.MonkeyPatch, free: int, share: float, reserved: int, kept: int, room: bool
+) -> None:
+    """GiB of a device of 100: ``free`` at the driver, ``reserved`` by torch, of which it ``kept`` some unused. 5 are
+    asked for."""
+    state = {"free": free, "reserved": reserved}
+    gib, emptied = 2**30, []
+
+    def empty_cache() -> None:
+        emptied.append(True)
+        state["free"] += kept
+        state["reserved"] -= kept
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (state["free"] * gib, 100 * gib))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: state["reserved"] * gib)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: share)
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    recorder = CudaRecorder.__new__(CudaRecorder)
+    recorder.device = torch.device("cuda", 0)
+    assert recorder.has_room(5 * gib) is room
+    assert bool(emptied) is (min(free, int(100 * share) - reserved) < 5 + 0.25)
+
+
+def test_a_driver_without_memory_for_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says so in an error of its own, which is no fault of the segment."""
+
+    class Graph:
+        def capture_begin(self, **_: Any) -> None: ...
+
+        def capture_end(self) -> None:
+            raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported")
+
+    recorder = CudaRecorder.__new__(CudaRecorder)
+    recorder.pool = (0, 0)
+    recorder._abandon = lambda graph, begun: None  # type: ignore[method-assign]
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+        recorder._capture(Graph(), lambda: torch.ones(2), ())

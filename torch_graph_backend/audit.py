@@ -25,6 +25,7 @@ from torch_graph_backend.frames import FirstFrame, PartialFrame
 from torch_graph_backend.ledger import log
 from torch_graph_backend.passes.reasons import Reason
 from torch_graph_backend.plan import CapturedSegment
+from torch_graph_backend.recorders.base import SHORTAGE
 from torch_graph_backend.slots import take_all
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ class Audit:
         """A reason where there is no memory for it, or where the place of some padding is not known."""
         try:
             made = Trial(self.entry, self.sizes, self.args, self.bounds, step, values, run)
-        except (torch.OutOfMemoryError, MemoryError):
+        except SHORTAGE:
             return self.not_tried(step, "there was no memory for it")
         return made if made.possible else self.not_tried(step, "the place of some padding in it is not known")
 
@@ -126,7 +127,7 @@ class Audit:
             if how is None:
                 return self.not_tried(trial.step, "it cannot run with other contents in its padded rows")
             return blame(trial, how) if how else {}
-        except (torch.OutOfMemoryError, MemoryError):
+        except SHORTAGE:
             return self.not_tried(trial.step, "there was no memory for it")
         finally:
             trial.restore()
@@ -138,7 +139,7 @@ class Audit:
         for how in ((TRASH_ROW,) if trial.trash else ()) + FILLS:
             try:
                 seen = trial.attempt(how)
-            except (torch.OutOfMemoryError, MemoryError):
+            except SHORTAGE:
                 raise
             except Exception as error:  # a value that can be in no padded row; it says nothing about leaks
                 log.debug("segment %d cannot run with %s in padded rows: %s", trial.step.index, how, error)
@@ -197,7 +198,7 @@ class AuditedFirst(FirstFrame):
         super().__init__(entry, sizes, args)
 
     def launch(self, step: CapturedSegment) -> Sequence[Any]:
-        settled = self.audit.check(step, self.values, lambda: self.entry.run_segment(step, self.args, self.values))
-        outputs = super().launch(step) if settled is None else settled
+        settled = self.audit.check(step, self.values, lambda: self.run(step))
+        outputs = self.run(step) if settled is None else settled
         self.audit.tidy()
         return outputs

@@ -9,14 +9,13 @@ operations that write padded rows there are at fault.
 
 from __future__ import annotations
 
-import torch
-
 from torch_graph_backend.audit_compare import close
 from torch_graph_backend.audit_trial import REAL_SIZE, TRASH_ROW, Trial
 from torch_graph_backend.ledger import log
 from torch_graph_backend.passes.padding_rules_declared import TRASH
 from torch_graph_backend.passes.reasons import Reason
 from torch_graph_backend.plan import OpLine
+from torch_graph_backend.recorders.base import SHORTAGE
 
 #: How often a result must come again before it counts as deterministic: atomics often have two outcomes alone.
 REPEATS = 3
@@ -27,7 +26,7 @@ def blame(trial: Trial, how: str) -> dict[str, Reason]:
     found, steady = None, True
     try:
         found, steady = first_wrong(trial, how)
-    except (torch.OutOfMemoryError, MemoryError):
+    except SHORTAGE:
         log.warning("no memory to look for the operation that failed its audit")
     reads_trash = how == TRASH_ROW or (found is not None and _inputs(trial, found) & trial.holds_trash)
     if reads_trash and (writers := _trash_writers(trial)):

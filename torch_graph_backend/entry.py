@@ -30,7 +30,7 @@ from torch_graph_backend.passes.reasons import Reason
 from torch_graph_backend.passes.torch_api import StorageWeakRef, data_ptrs_equal
 from torch_graph_backend.plan import CapturedSegment, Cut, Plan, Ref
 from torch_graph_backend.progress import shown
-from torch_graph_backend.recorders.base import Recording, Segment
+from torch_graph_backend.recorders.base import SHORTAGE, Recording, Segment
 from torch_graph_backend.shape_key import ShapeKey
 from torch_graph_backend.slots import Sizes, Window, buffer_strides
 from torch_graph_backend.strides import compared, mislaid
@@ -99,6 +99,8 @@ class Entry:
         self.refused: Reason | None = None
         #: Shape, stride, dtype and device of what segments return at the bucket, by name; and why that is not so.
         self.planned: dict[str, list[Any]] = {}
+        #: Bytes that its segments ask for at most, all together.
+        self.demand = 0
         self.mislaid: Reason | None = None
         #: Values whose layout the first run compares with the plan's, captured ones and eager ones.
         self.compared, self.bridged = compared(plan, normal.graph)
@@ -145,7 +147,8 @@ class Entry:
     def run_segment(
         self, step: CapturedSegment, args: Sequence[Any], values: dict[str, Any], pool: bool = True
     ) -> tuple[Any, ...]:
-        """Run a segment's Python at the bucket's size; ``pool``: no other segment of this call is replayed."""
+        """Run a segment's Python at the bucket's size; ``pool``: no other segment of this call is replayed, and the
+        pool has room."""
         with self.recorder.capture_session(self.writes_inference(args), pool):
             made = tuple(self.body(step)(*self.inputs(step, args, values)))
         pairs = [(name, value) for name, value in zip(step.outputs, made, strict=True) if name in self.compared]
@@ -185,11 +188,12 @@ class Entry:
             if slot.pad_value != 0:
                 buffer.fill_(slot.pad_value)
         self.write_counts(self.bucket, args)
+        pool = self.recorder.has_room(self.demand)
         values: dict[str, Any] = {}
         warmed: set[Any] = set()
         for step in self.plan.steps:
             if isinstance(step, CapturedSegment):
-                values.update(zip(step.outputs, self.run_segment(step, args, values), strict=True))
+                values.update(zip(step.outputs, self.run_segment(step, args, values, pool), strict=True))
             else:
                 warm_breaks(self, step, args, warmed)
         for buffer, was in zip(self.own.buffers, kept, strict=True):
@@ -205,6 +209,9 @@ class Entry:
         values: dict[str, Any] = {}
         pinned = [args[i] for i in self.plan.pinned]
         errors: list[Exception] = []
+        self.recorder.has_room(
+            self.demand
+        )  # if it can; what a recording asks for is less, and tells if it is not there
         try:
             with self.recorder.record_session(self.writes_inference(args)):
                 for step in shown(self.plan.segments, f"recording {self.key}", progress):
@@ -227,7 +234,7 @@ class Entry:
     ) -> Sequence[Any]:
         try:
             made = self._captured(step, inputs, weak)
-        except (torch.OutOfMemoryError, MemoryError):
+        except SHORTAGE:
             raise  # memory is not the segment's fault
         except Exception as error:
             errors.append(error)
@@ -242,7 +249,7 @@ class Entry:
         """Record a segment; one whose compiled code cannot be recorded goes back to plain kernels."""
         try:
             return self.recorder.capture_one(self.body(step), inputs, weak)
-        except (torch.OutOfMemoryError, MemoryError):
+        except SHORTAGE:
             raise
         except Exception as error:
             if self.compiled.pop(step.index, None) is None:

@@ -159,6 +159,7 @@ class FirstFrame(Frame):
         self.args = args
         self.values: dict[str, Any] = {}
         super().__init__(entry, sizes)
+        self.pool = entry.recorder.has_room(entry.demand)
         self.owned = set(entry.owned)
         self.theirs = {a.untyped_storage().data_ptr() for a in args if isinstance(a, torch.Tensor) and _has_memory(a)}
 
@@ -175,7 +176,11 @@ class FirstFrame(Frame):
 
     def launch(self, step: CapturedSegment) -> Sequence[Any]:
         """The outputs of a segment."""
-        return self.entry.run_segment(step, self.args, self.values)
+        return self.run(step)
+
+    def run(self, step: CapturedSegment) -> Sequence[Any]:
+        """A segment as Python, in ordinary memory if the pool has no room for it."""
+        return self.entry.run_segment(step, self.args, self.values, self.pool)
 
     def segment(self, index: int) -> list[torch.Tensor]:
         step = self.entry.plan.steps[index]

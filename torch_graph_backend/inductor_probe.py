@@ -16,6 +16,7 @@ import torch
 
 from torch_graph_backend.inductor_segment import CompiledSegment, Unsuitable
 from torch_graph_backend.passes.dedup import InputFacts
+from torch_graph_backend.recorders.base import SHORTAGE
 
 #: Largest error of all values of a result, relative to their size, that rounding may explain on random inputs.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-2}
@@ -82,7 +83,7 @@ def _compare(
     theirs = [t if real is not None else _twin(t) for t, (_, real, _) in zip(ours, inputs, strict=True)]
     try:
         want = plain(*theirs)
-    except torch.OutOfMemoryError:
+    except SHORTAGE:
         raise
     except Exception as error:  # eager code checks values (a divisor of zero), and scratch holds none of the caller's
         raise Raises(f"it cannot be tried out: {type(error).__name__}: {error}".splitlines()[0]) from error

@@ -12,7 +12,6 @@ import time
 from collections.abc import Hashable, Mapping, Sequence, Set
 from typing import Any
 
-import torch
 from torch.fx import GraphModule
 
 from torch_graph_backend.admission import Bounds, Inputs, Keys, grad_reason, mode_reason
@@ -33,7 +32,9 @@ from torch_graph_backend.passes.reasons import Reason
 from torch_graph_backend.passes.source_lines import caller_line
 from torch_graph_backend.passes.torch_api import takes_ambient_device
 from torch_graph_backend.plan import Plan
+from torch_graph_backend.recorders.base import SHORTAGE
 from torch_graph_backend.shape_key import ShapeKey
+from torch_graph_backend.shortage import no_buffers, ran_out, with_all_memory
 from torch_graph_backend.validate import bucket_reason
 
 #: A recording that was replayed this often paid: recording 18 kernels took 0.32 ms on an H200, a replay saves 0.1.
@@ -42,8 +43,6 @@ WORTH_RECORDING = 16
 MAX_INSTANCES = 64
 #: Bytes of restless parameters that a call copies at most: 64 MiB take about 30 us of an H200's bandwidth.
 MAX_COPIED = 64 * 2**20
-#: Calls of a key that are answered eagerly after it ran out of memory; doubled each time.
-FIRST_REST = 64
 
 
 class CompiledGraph:
@@ -109,8 +108,8 @@ class CompiledGraph:
                 entry.state.running = True
                 try:
                     out = self.run(entry, sizes, list(args))
-                except (torch.OutOfMemoryError, MemoryError) as error:
-                    reason = self.memory_ran_out(entry, error)
+                except SHORTAGE as error:
+                    reason = ran_out(entry, error, self.pure)
                     if not self.pure:
                         raise
                 finally:
@@ -132,13 +131,7 @@ class CompiledGraph:
         if (wish := current_wish()) is not None:
             wish.done.append((self.name, "", reason))
         given = self.registry.whole(args) if self.registry.computed else args
-        try:
-            return self.gm.forward(*given)
-        except (torch.OutOfMemoryError, MemoryError):
-            if not (self.pure and self.state.give_way()):
-                raise
-        log.warning("%s: an eager call ran out of memory; all recordings were dropped for it", self.name)
-        return self.gm.forward(*given)
+        return with_all_memory(lambda: self.gm.forward(*given), self.state if self.pure else None, self.name)
 
     def refuse_if_strict(self, reason: Reason) -> None:
         """Raise, if the user asked for strictness, before anything of this call has run."""
@@ -279,10 +272,8 @@ class CompiledGraph:
         at.update({s.symbol: b for s, b in zip(self.plan.bucketed, bucket, strict=True)})
         try:
             entry = Entry(key, self.plan, self.normal, self.program, state, at, instance, self.registry)
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            state.relieve()
-            text = f"the buffers of key {key} could not be allocated: {error}"
-            return Reason("out-of-memory", text, fix="use fewer or smaller buckets")
+        except SHORTAGE as error:
+            return no_buffers(state, key, error)
         entry.verify = self.config.verify_memory
         entry.refused = bucket_reason(entry) or self.registry.shape_reason(self.plan, entry.slots, at)
         return entry
@@ -356,8 +347,8 @@ class CompiledGraph:
         start = time.perf_counter()
         try:
             entry.record(args, self.config.progress)
-        except (torch.OutOfMemoryError, MemoryError) as error:
-            return self.memory_ran_out(entry, error)
+        except SHORTAGE as error:
+            return ran_out(entry, error, self.pure)
         except Exception as error:
             entry.uncaptured = Reason("capture-failed", f"recording key {entry.key} failed: {error}")
             log.warning("%s: %s", self.name, entry.uncaptured, exc_info=error)
@@ -369,16 +360,6 @@ class CompiledGraph:
         self.ledger.count_plain(entry.key, list(entry.plain.values()), len(entry.compiled))
         self.ledger.count_recording(entry.key, time.perf_counter() - start, entry.nbytes, demotions)
         return None
-
-    def memory_ran_out(self, entry: Entry, error: BaseException) -> Reason:
-        """Drop what was used least recently; this key is answered eagerly for a while."""
-        entry.forget()
-        # Half of them is enough for other recordings. But the pool's memory goes back with its last recording alone,
-        # and an eager call that changes something could not be tried once more.
-        dropped = entry.state.relieve(keep=entry, everything=not (self.pure or entry.recorder.frees_parts))
-        entry.rest_for(FIRST_REST)
-        text = f"key {entry.key} ran out of memory; {dropped} other recordings were dropped: {error}"
-        return Reason("out-of-memory", text, fix="use fewer or smaller buckets, or lower max_bytes")
 
     def address_moved(self, entry: Entry, moved: Sequence[int]) -> None:
         """A tensor that segments change lies elsewhere: the recording goes; one that moves too often is unpinned."""

@@ -20,6 +20,9 @@ from torch_graph_backend.passes.reasons import Reason
 
 Segment = Callable[..., Sequence[Any]]
 
+#: What PyTorch raises where a device, or the host, has no memory left.
+SHORTAGE = (torch.OutOfMemoryError, MemoryError)
+
 
 class OpaqueSegment(abc.ABC):
     """A segment whose kernels do not pass the dispatcher (compiled code): a recorder that watches operations records
@@ -98,6 +101,10 @@ class CaptureBackend(abc.ABC):
 
     def trim(self) -> None:  # noqa: B027 (nothing to do is a fine default)
         """Give memory that nobody uses back to the device, as far as that is possible."""
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether the pool surely gets so many bytes. Gives back memory that nobody uses if it would not otherwise."""
+        return True
 
     @abc.abstractmethod
     def capture_session(self, inference: bool = False, pool: bool = True) -> AbstractContextManager[None]:

@@ -4,6 +4,9 @@ Contract. First runs and recordings happen on the recorder's own stream, in its 
 the caller's current stream. What is not obvious, and why:
 
 * a first run allocates from the pool, on the capture stream: what it frees there the recording uses again.
+* while anybody allocates for a graph, torch's allocator does not give back what it keeps of memory that eager code has
+  freed (torch 2.11 to 2.14): the pool would be out of memory on a device that has some. So ``has_room`` gives it back
+  beforehand, and a first run that might need more runs in ordinary memory.
 * an alias of a boundary value is built from its address: the pool may give the block to a later recording, which is
   sound because every replay writes it anew before reading it, and one call runs at a time.
 * ``capture_begin``/``capture_end`` by hand: ``torch.cuda.graph`` synchronises and empties the allocator's cache at
@@ -49,8 +52,13 @@ from torch_graph_backend.recorders.base import CaptureBackend, Recording, Segmen
 EMPTY = "The CUDA Graph is empty"
 #: In the first error of a segment whose capture something else has ended. (What it does itself says "not permitted".)
 ENDED = "StreamCaptureInvalidated"
+#: In the error of a driver that has no memory for a graph.
+DRIVER_FULL = "CUDA error: out of memory"
 #: How often a segment is recorded before that counts as its own failure.
 ATTEMPTS = 4
+
+#: Bytes beyond the tensors: workspaces of libraries, kernels that are loaded, what the allocator rounds up.
+SPARE = 256 * 2**20
 
 #: Graphs whose capture could not be ended: on torch 2.11 the allocator of pinned memory keeps their address.
 _unended: list[torch.cuda.CUDAGraph] = []
@@ -99,6 +107,19 @@ class CudaRecorder(CaptureBackend):
 
     def trim(self) -> None:
         torch.cuda.empty_cache()
+
+    def has_room(self, nbytes: int) -> bool:
+        """Blocks that are free in the pool are not counted: whether they are large enough cannot be told."""
+        if self._free() < nbytes + SPARE:
+            self.trim()
+            return self._free() >= nbytes + SPARE
+        return True
+
+    def _free(self) -> int:
+        """Bytes that the allocator may ask the driver for: what the device has, within the process's share of it."""
+        free, total = torch.cuda.mem_get_info(self.device)
+        share = torch.cuda.get_per_process_memory_fraction(self.device)
+        return min(int(free), int(share * total) - torch.cuda.memory_reserved(self.device))
 
     def can_run(self) -> Reason | None:
         if self._recording or torch.cuda.is_current_stream_capturing():
@@ -208,8 +229,10 @@ class CudaRecorder(CaptureBackend):
             begun = True
             results = segment(*args)
             filled = _end(graph)
-        except BaseException:
+        except BaseException as error:
             self._abandon(graph, begun)
+            if isinstance(error, RuntimeError) and DRIVER_FULL in str(error):  # torch's own error is for tensors alone
+                raise torch.OutOfMemoryError(str(error)) from error
             raise
         return (results,) if isinstance(results, torch.Tensor) else tuple(results), filled
 
