@@ -66,6 +66,9 @@ class Setting:
     tokens: int = 64
     pairs: list[tuple[int, int]] = field(default_factory=lambda: list(PAIRS))
     vocabulary: int = 32000
+    contenders: tuple[str, ...] = ("dynamic, eager", "dynamic, bcg", "static, reduce-overhead", "static, bcg")
+    #: Told of a part that is not finished yet, so that a run that is cut off leaves what it has.
+    unfinished: Callable[[str, dict[str, Any]], None] = lambda name, rows: None
 
     @classmethod
     def tiny(cls, device: str) -> Setting:
@@ -356,16 +359,15 @@ def part_generate(s: Setting) -> dict[str, Any]:
         "static, bcg": (True, {**static, "disable_compile": True}),
     }
     rows: dict[str, Any] = {}
-    for name, (compiled, kwargs) in contenders.items():
+    plain: list[Any] = []  # the first contender's tokens, a prompt each
+    for name in s.contenders:
+        compiled, kwargs = contenders[name]
         with clean(s.device):
-            rows[name] = guarded(lambda c=compiled, k=kwargs: generate_row(s, c, k))
-    plain = rows["dynamic, eager"].get("prompts", ())
-    for row in rows.values():
-        tokens = [p.pop("tokens") for p in row.get("prompts", ())] if row is not rows["dynamic, eager"] else []
-        pairs = zip(tokens, (p["tokens"] for p in plain), strict=False)
-        row["tokens_like_eager"] = [share(a, b) for a, b in pairs]
-    for p in plain:
-        del p["tokens"]
+            row = rows[name] = guarded(lambda c=compiled, k=kwargs: generate_row(s, c, k))
+        tokens = [p.pop("tokens") for p in row.get("prompts", ())]
+        row["tokens_like_eager"] = [share(a, b) for a, b in zip(tokens, plain, strict=False)]
+        plain = plain or (tokens if name == "dynamic, eager" else [])
+        s.unfinished("generate", rows)
     return rows
 
 
@@ -540,19 +542,26 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--seconds", type=float, default=540, help="no part is begun after this time")
     parser.add_argument("--prompts", type=int, default=2, help="how many prompts generate is timed with")
+    names = Setting.contenders
+    parser.add_argument("--contenders", nargs="+", choices=names, default=list(names), help="of generate, eager first")
     parser.add_argument("--tiny", action="store_true", help="sizes to try the script with")
     args = parser.parse_args()
     s = Setting.tiny(args.device) if args.tiny else Setting(args.device, args.layers, args.width)
-    s.prompts = s.prompts[: args.prompts]
+    s.prompts, s.contenders = s.prompts[: args.prompts], tuple(args.contenders)
     start = time.perf_counter()
     result = about(s)
+
+    def write(name: str, found: dict[str, Any]) -> None:
+        result[name] = found
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+    s.unfinished = write
     with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=64):
         for name in args.only:
             if time.perf_counter() - start > args.seconds:
                 result[name] = {"failed": "no time left"}
                 continue
-            result[name] = guarded(lambda part=PARTS[name]: part(s))
-            args.json.write_text(json.dumps(result, indent=1) + "\n")
+            write(name, guarded(lambda part=PARTS[name]: part(s)))
             sys.stdout.write(f"{name}: {result[name]['part_seconds']:.0f} s\n")
             sys.stdout.flush()
     args.json.write_text(json.dumps(result, indent=1) + "\n")
