@@ -26,6 +26,7 @@ from torch_graph_backend.errors import StrictModeError
 from torch_graph_backend.ledger import log
 from torch_graph_backend.passes.alias import has_hidden_effects, is_random
 from torch_graph_backend.passes.classify import Classified, classify
+from torch_graph_backend.passes.copy_back import copied_for_nothing, copy_back
 from torch_graph_backend.passes.hoist import hoist
 from torch_graph_backend.passes.host_scalars import host_scalars
 from torch_graph_backend.passes.normalize import NormalGraph, NormaliseError, normalise
@@ -37,7 +38,7 @@ from torch_graph_backend.passes.symbols import unreadable
 from torch_graph_backend.passes.torch_api import TracingContext, reset_with_dynamo
 from torch_graph_backend.plan import Plan
 from torch_graph_backend.plan_build import Declared, build_plan
-from torch_graph_backend.runner import CompiledGraph
+from torch_graph_backend.runner import MAX_COPIED, CompiledGraph
 from torch_graph_backend.step import stepped
 from torch_graph_backend.strides import doubtful
 
@@ -132,6 +133,8 @@ class _Compiler:
         self.graph = CompiledGraph(gm, name, config, config.off_reason())
         self.is_break = break_predicate(config.break_ops)
         self.moving: frozenset[str] = frozenset()
+        #: Those of them that a segment could not change in a copy either.
+        self.uncopied: set[str] = set()
         self.refused: dict[str, Reason] = {}
 
     def compile(self) -> CompiledGraph:
@@ -167,6 +170,8 @@ class _Compiler:
         device = _device(normal)
         views = self.config.outputs == "view"
         normal = host_scalars(hoist(normal, device, self.is_break), device, self.is_break)
+        if self.moving:
+            normal = copy_back(normal, self.moving - self.uncopied, self.is_break, MAX_COPIED)
         kernels = self.config.min_segment_kernels
 
         def judge(graph: NormalGraph) -> Classified:
@@ -185,6 +190,10 @@ class _Compiler:
         registry = BufferRegistry(self.config.slots, normal.placeholders, self.config.phase)
         proved = prove(normal, judge, kernels, registry.tails, registry.names, registry.vet)
         normal, classified = proved.normal, proved.classified
+        uncopied = copied_for_nothing(normal, lambda n: classified.verdicts[n].kind == "capture")
+        if uncopied:
+            self.uncopied |= uncopied
+            return self.plan()
         registry.refuse(proved.refused)
         refused = tuple((registry.declared[i].name, reason) for i, reason in registry.refused.items())
         plan = build_plan(
@@ -232,8 +241,9 @@ class _Compiler:
             log.warning("%s: options['buckets'][%r] matches no bucketed size of this graph", self.name, name)
 
     def replan(self, moving: Sequence[str] = (), refused: Mapping[str, Reason] | None = None) -> None:
-        """Plan again. The addresses of the inputs ``moving`` do not stay: they are copied in, and what changes them is
-        eager. The operations ``refused``, by the name of their node, failed an audit and are eager from now on."""
+        """Plan again. The addresses of the inputs ``moving`` do not stay: they are copied in, and back if they are
+        small (else what changes them is eager). The operations ``refused``, by the name of their node, failed an audit
+        and are eager from now on."""
         self.moving |= frozenset(moving)
         self.refused |= refused or {}
         self.plan()
