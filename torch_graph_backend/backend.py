@@ -33,7 +33,7 @@ from torch_graph_backend.passes.padding_rules_declared import TRASH, trash_row_o
 from torch_graph_backend.passes.reasons import Reason
 from torch_graph_backend.passes.slot_proof import prove
 from torch_graph_backend.passes.source_lines import function_name
-from torch_graph_backend.passes.symbols import unreadable
+from torch_graph_backend.passes.symbols import find_symbols, unreadable
 from torch_graph_backend.passes.torch_api import TracingContext, reset_with_dynamo
 from torch_graph_backend.plan import Plan
 from torch_graph_backend.plan_build import Declared, build_plan
@@ -155,6 +155,8 @@ class _Compiler:
     def plan(self) -> None:
         start = time.perf_counter()
         normal = normalise(self.gm, self.is_break)
+        inputs = normal.placeholders
+        symbols = set(find_symbols(inputs))
         for placeholder in normal.placeholders:
             placeholder.meta[TRASH] = self.trash_row(placeholder)
             if placeholder.name in self.moving:  # read through a slot like any other argument
@@ -190,6 +192,10 @@ class _Compiler:
         plan = build_plan(
             self.name, device, normal, classified, views, Declared(registry.policy, proved.declared, refused)
         )
+        if set(find_symbols(inputs)) != symbols:
+            return (
+                self.plan()
+            )  # looking at operations showed that a size is fixed (2 <= s <= 2), after it was counted on
         self.graph.registry = registry
         layouts = {n.name: found for n, found in classified.layouts.items()}
         found = state_of(device)
