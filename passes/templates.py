@@ -34,6 +34,10 @@ class NormaliseError(Exception):
         self.reason = reason
 
 
+class UntracedError(Exception):
+    """Python code made a tensor of an argument behind the back of the trace, which then has it as a constant."""
+
+
 @dataclass(frozen=True)
 class Template:
     """One traced structure: a small ATen graph, and the tensors it lifted as attributes.
@@ -63,6 +67,8 @@ _METHODS: dict[str, Method] = {}
 def callable_of(node: Node) -> Callable[..., Any]:
     if node.op == "call_method":
         return _METHODS.setdefault(str(node.target), Method(str(node.target)))
+    if getattr(node.target, "__name__", "") == "_get_data_attr":  # ``x.data``: a trace sees no operation in it
+        return torch.Tensor.detach
     return node.target  # type: ignore[return-value]
 
 
@@ -80,6 +86,8 @@ def trace_template(
     gm = make_fx(body, tracing_mode="real", pre_dispatch=pre_dispatch, _allow_non_fake_inputs=True)(*fakes)
     _functional_views(gm.graph)
     constants = {str(n.target): getattr(gm, str(n.target)) for n in gm.graph.nodes if n.op == "get_attr"}
+    if any(isinstance(value, FakeTensor) for value in constants.values()):
+        raise UntracedError("a tensor in it comes from no operation that the trace has seen")
     _note_aliases(gm.graph)
     known = free(fakes)
     found = (free(n.meta.get("val")) for n in gm.graph.nodes)

@@ -671,3 +671,40 @@ def test_nested_tensors_made_inside(device: str, kind: str) -> None:
             x, offsets = whole(n, H, device=device, dynamic=False), torch.tensor([0, 2, n], device=device)
             torch.testing.assert_close(fast(x, offsets), NESTED[kind](x, offsets, v))
     assert tgb.stats(fast).replays >= 3, tgb.stats(fast)
+
+
+# -- ``.data``, in which a trace sees no operation ------------------------------------------------------------------
+
+
+def read_data(w: Tensor, x: Tensor) -> Any:
+    return torch.relu(x.data @ w.data) @ w, (x * 2).data + 1
+
+
+def changed_argument(w: Tensor, x: Tensor) -> Any:
+    x.data.add_(1.0)
+    return torch.relu(x @ w) @ w, x.sum(0)
+
+
+def changed_value(w: Tensor, x: Tensor) -> Any:
+    y = x @ w
+    y.data[1:].mul_(2.0)
+    return torch.relu(y) @ w, y
+
+
+def returned_data(w: Tensor, x: Tensor) -> Any:
+    y = x @ w
+    return x.data, y.data.t(), y
+
+
+def assigned_data(w: Tensor, x: Tensor) -> Any:
+    y = x @ w
+    y.data = x * 2.0
+    return y @ w
+
+
+@pytest.mark.parametrize("body", [read_data, changed_argument, changed_value, returned_data, assigned_data])
+def test_data_of_a_tensor(body: Callable[[Tensor, Tensor], Any], device: str) -> None:
+    """Would catch ``x.data`` as a constant of the trace: what was written through it was lost, without a word."""
+    w = nn.Parameter(weight(device))
+    calls = [lambda m, n=n: (whole(n, H, device=device),) for n in (5, 6, 5, 7, 2)]
+    check(lambda x: body(w, x), calls, moves=True, tolerate=("moving-input", "nothing-to-capture"))

@@ -613,6 +613,26 @@ def test_an_untraceable_node_stays_as_it_came() -> None:
     assert_equal_run(seen)
 
 
+def test_a_node_whose_result_the_trace_did_not_see_stays_as_it_came() -> None:
+    """Would catch a tensor that Python made behind the dispatcher's back, taken for a constant of the graph."""
+    from torch._dynamo import allow_in_graph
+
+    @allow_in_graph
+    def hidden(x: torch.Tensor) -> torch.Tensor:
+        return x.data
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        hidden(y).add_(1)
+        return y.cos()
+
+    seen = take_one(f, torch.randn(3))
+    (opaque,) = [n for n in seen.calls() if n.meta.get("opaque")]
+    assert opaque.meta["opaque"].startswith("UntracedError: ")
+    assert_well_formed(seen)
+    assert_equal_run(seen)
+
+
 def _tracing() -> bool:
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 

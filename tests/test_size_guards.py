@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import sympy
 import torch
@@ -78,6 +80,42 @@ def test_recording_ahead_takes_the_sizes_that_calls_will_take() -> None:
             torch.testing.assert_close(compiled(x), model(x))
     assert buckets() == {15, 23}
     assert tgb.stats().replays == 3
+
+
+class Scattered(nn.Module):
+    """Of two rows: ``scatter`` takes no more indices than ``y`` has rows, and ``x[1:]`` and ``x + y`` fix these."""
+
+    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor, i: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found = self.function(y, i)
+        return x[1:], found, x + y
+
+
+def scattered(y: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(y).scatter_(0, i[:, None].expand(-1, H), y)
+
+
+def scattered_by_size(y: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(y).scatter_(0, (i % y.shape[0])[:, None].expand(-1, H), y) * i.shape[0]
+
+
+@pytest.mark.parametrize("function", [scattered, scattered_by_size])
+@pytest.mark.parametrize("sizes", [(2, 2, 3, 3, 4, 2, 2), (9, 2, 9, 2, 3, 2)])
+def test_a_size_that_planning_itself_finds_fixed(function: Callable[..., torch.Tensor], sizes: tuple[int, ...]) -> None:
+    """Would catch a plan that counts on a size (a repair reads it on the device) which PyTorch found to be fixed while
+    the plan was made: such calls raised ``KeyError``."""
+    model = Scattered(function)
+    compiled = torch.compile(model, backend="bcg", options={"buckets": [4, 8, 16]})
+    for n in sizes:
+        args = torch.randn(n, H), torch.randn(n, H), torch.randint(0, n, (n,))
+        for t in args:
+            torch._dynamo.maybe_mark_dynamic(t, 0)
+        for got, wanted in zip(compiled(*args), model(*args), strict=True):
+            assert torch.equal(got, wanted)
+    tgb.stats().expect(calls=len(sizes), min_replays=2)
 
 
 S = sympy.Symbol("s", positive=True, integer=True)

@@ -389,3 +389,56 @@ def test_a_function_inside_that_has_the_same_name() -> None:
         torch.compile(inner, backend="bcg")(torch.randn(3, 4))
     tgb.stats(inner).expect(graphs=2)
     tgb.stats(outer).expect(graphs=0)
+
+
+class Broken(torch.nn.Module):
+    """Graphs without weights before, between and behind graph breaks, and one of a submodule."""
+
+    class Inner(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x.sin()
+            torch._dynamo.graph_break()
+            return x.cos()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.inner = torch.nn.Linear(4, 4), Broken.Inner()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 2 + 1
+        torch._dynamo.graph_break()
+        x = self.inner(self.a(x))
+        torch._dynamo.graph_break()
+        return x @ x.T
+
+
+class Weightless(torch.nn.Module):
+    """It has a weight, but does not use it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(x) @ x.T
+
+
+@pytest.mark.parametrize("kind", [Broken, Weightless])
+def test_graphs_without_weights_are_a_modules_too(kind: type[torch.nn.Module]) -> None:
+    """Would catch graphs that are absent from ``stats``, ``explain`` and ``close`` since no weight goes into them."""
+    model, other = kind(), Apart(True)
+    fast, apart = torch.compile(model, backend="bcg"), torch.compile(other, backend="bcg")
+    x = torch.randn(5, 4)
+    with torch.no_grad():
+        for _ in range(3):
+            fast(x)
+            found = tgb.stats(model)
+            apart(x)
+        assert found.graphs == tgb.stats().graphs - 1
+        assert found.calls == tgb.stats().calls - 3 > 0
+        assert len(tgb.explain(fast).to_dict()["graphs"]) == found.graphs
+        tgb.stats(other).expect(graphs=1)
+        tgb.close(fast)
+        fast(x)
+        assert tgb.stats(model).eager["disabled"] == found.graphs
+        assert not tgb.stats(other).eager

@@ -34,7 +34,7 @@ from torch_graph_backend.passes.padding_rules_declared import TRASH, trash_row_o
 from torch_graph_backend.passes.reasons import Reason
 from torch_graph_backend.passes.slot_proof import prove
 from torch_graph_backend.passes.source_lines import function_name
-from torch_graph_backend.passes.symbols import unreadable
+from torch_graph_backend.passes.symbols import find_symbols, unreadable
 from torch_graph_backend.passes.torch_api import TracingContext, reset_with_dynamo
 from torch_graph_backend.plan import Plan
 from torch_graph_backend.plan_build import Declared, build_plan
@@ -56,7 +56,9 @@ def bcg(
     graph = _Compiler(gm, _name(gm, codes), config).compile()
     debug.dump(graph)
     given = (*example_inputs, *gm.parameters(), *gm.buffers())  # under Inductor's freezing weights are in the graph
-    registry.remember(graph, codes, [t for t in given if isinstance(t, torch.Tensor)])
+    static = ((n.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type") for n in gm.graph.nodes)
+    weighted = len(given) > len(example_inputs) or any(static)
+    registry.remember(graph, codes, [t for t in given if isinstance(t, torch.Tensor)], weighted)
     if config.strict and graph.reason is not None:
         raise StrictModeError(_with_line(graph, graph.reason), graph.name)
     reason = _left_eager(graph)
@@ -99,6 +101,7 @@ def close(model: Any) -> None:
     """Free the recordings and buffers of ``model``'s graphs; its later calls run eagerly, with the reason ``disabled``.
 
     Modules of one class may share a graph (Dynamo's choice): of a shared one, only this model's recordings are dropped.
+    A graph that has no weights at all, as there may be between two graph breaks, is closed for all of them.
     Memory of the pool, which all models of a device share, goes back to the device with its last recording.
     """
     inner = registry.unwrap(model)
@@ -158,6 +161,8 @@ class _Compiler:
     def plan(self) -> None:
         start = time.perf_counter()
         normal = normalise(self.gm, self.is_break)
+        inputs = normal.placeholders
+        symbols = set(find_symbols(inputs))
         for placeholder in normal.placeholders:
             placeholder.meta[TRASH] = self.trash_row(placeholder)
             if placeholder.name in self.moving:  # read through a slot like any other argument
@@ -199,6 +204,8 @@ class _Compiler:
         plan = build_plan(
             self.name, device, normal, classified, views, Declared(registry.policy, proved.declared, refused)
         )
+        if set(find_symbols(inputs)) != symbols:  # operations showed that a size is fixed (2 <= s <= 2), but too late
+            return self.plan()
         self.graph.registry = registry
         layouts = {n.name: found for n, found in classified.layouts.items()}
         found = state_of(device)

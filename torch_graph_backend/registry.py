@@ -1,9 +1,9 @@
 """Which compiled graphs exist, and which belong to a model. Weak: it keeps neither graphs nor models alive.
 
 A string backend is never told which model it compiles. A graph belongs to a module if it was given one of the module's
-parameters or buffers, or holds one (in any call so far: weights can be replaced); to a module without any if its code
-is the module's ``forward``; to a function if its code is the function's. Where there are weights code does not count:
-all instances of a class share it.
+parameters or buffers, or holds one (in any call so far: weights can be replaced); to a function if its code is the
+function's. Where there are weights code does not count: all instances of a class share it. A graph without any weights,
+such as what lies between two graph breaks, belongs to every module in which its code is a ``forward``.
 
 Dynamo makes at most ``recompile_limit`` graphs of one code object, of all instances of a class together; what needs
 another one then runs without any backend, and no count of ours sees it. So reaching the limit is noted here.
@@ -15,6 +15,7 @@ import inspect
 import os
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
@@ -26,15 +27,29 @@ from torch_graph_backend.runner import CompiledGraph
 
 #: How Dynamo names the rest of a function behind a graph break; its first line is the function's or the break's.
 _RESUMED = "torch_dynamo_resume_in_"
-_graphs: list[tuple[weakref.ref[CompiledGraph], tuple[CodeType, ...], list[weakref.ref[torch.Tensor]]]] = []
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A compiled graph: the code it was traced from, outermost first, what it was given, and whether some of that is a
+    weight (or another tensor at a static address)."""
+
+    graph: weakref.ref[CompiledGraph]
+    codes: tuple[CodeType, ...]
+    given: tuple[weakref.ref[torch.Tensor], ...]
+    weighted: bool
+
+
+_graphs: list[_Known] = []
 #: What to say of each code object of which Dynamo makes no further graphs.
 _at_limit: dict[CodeType, str] = {}
 
 
-def remember(graph: CompiledGraph, codes: Sequence[CodeType], weights: Sequence[torch.Tensor]) -> None:
-    """Note a compiled graph, the code it was traced from (outermost first) and the weights it was given, or holds."""
-    _graphs[:] = [g for g in _graphs if g[0]() is not None]
-    _graphs.append((weakref.ref(graph), tuple(codes), [weakref.ref(w) for w in weights]))
+def remember(graph: CompiledGraph, codes: Sequence[CodeType], given: Sequence[torch.Tensor], weighted: bool) -> None:
+    """Note a compiled graph, the code it was traced from (outermost first), the tensors that it was given, or holds,
+    and whether some of them are weights."""
+    _graphs[:] = [g for g in _graphs if g.graph() is not None]
+    _graphs.append(_Known(weakref.ref(graph), tuple(codes), tuple(weakref.ref(t) for t in given), weighted))
     if codes:
         _check_limit(codes[0])
 
@@ -42,7 +57,7 @@ def remember(graph: CompiledGraph, codes: Sequence[CodeType], weights: Sequence[
 def _check_limit(code: CodeType) -> None:
     """Say once that Dynamo will make no further graph of this code."""
     limit = recompile_limit()
-    if code in _at_limit or sum(code in codes[:1] for _, codes, _ in _graphs) < limit:
+    if code in _at_limit or sum(code in g.codes[:1] for g in _graphs) < limit:
         return
     _at_limit[code] = text = (
         f"{code.co_name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno}) has {limit} graphs, Dynamo's "
@@ -57,26 +72,32 @@ def limits_of(model: Any = None) -> list[str]:
     if model is None:
         return list(_at_limit.values())
     graphs, own = set(graphs_of(model)), _codes_of(unwrap(model))
-    mine = {code for ref, codes, _ in _graphs if ref() in graphs for code in codes[:1]} | own
+    mine = {code for g in _graphs if g.graph() in graphs for code in g.codes[:1]} | own
     return [text for code, text in _at_limit.items() if code in mine]
 
 
 def all_graphs() -> list[CompiledGraph]:
     """Every living compiled graph, oldest first."""
-    return [g for ref, _, _ in _graphs if (g := ref()) is not None]
+    return [graph for g in _graphs if (graph := g.graph()) is not None]
 
 
 def graphs_of(model: Any) -> list[CompiledGraph]:
     """The compiled graphs of a module, a compiled module, or a (compiled) function."""
     model = unwrap(model)
+    wanted = _codes_of(model)
+    mine: set[int] = set()
     if isinstance(model, torch.nn.Module):
         mine = {id(t) for t in (*model.parameters(), *model.buffers())}
-        if mine:
-            found = [(g, [*(w() for w in ws), *g.given]) for ref, _, ws in _graphs if (g := ref()) is not None]
-            return [g for g, weights in found if any(id(t) in mine for t in weights)]
-    wanted = _codes_of(model)
-    traced = [(ref(), codes[:1]) for ref, codes, _ in _graphs]
-    return [g for g, its in traced if g is not None and any(_part_of(c, w) for c in its for w in wanted)]
+        own = (m for m in model.modules() if not type(m).__module__.startswith("torch."))
+        wanted = wanted.union(*(_codes_of(m) for m in own))
+    return [graph for g in _graphs if (graph := g.graph()) is not None and _is_of(g, graph, mine, wanted)]
+
+
+def _is_of(known: _Known, graph: CompiledGraph, weights: set[int], wanted: set[CodeType]) -> bool:
+    """Whether a graph is that of a module with these weights, or, where one of both has none, of this code."""
+    if weights and known.weighted:
+        return any(id(t) in weights for t in (*(ref() for ref in known.given), *graph.given))
+    return any(_part_of(code, w) for code in known.codes[:1] for w in wanted)
 
 
 def _part_of(code: CodeType, whole: CodeType) -> bool:
