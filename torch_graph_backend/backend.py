@@ -159,64 +159,76 @@ class _Compiler:
         return graph
 
     def plan(self) -> None:
+        """Make the plan; once more where it shows that it was made on a wrong premise."""
         start = time.perf_counter()
+        normal = self.normalised()
+        inputs, symbols, device = normal.placeholders, set(find_symbols(normal.placeholders)), _device(normal)
+        middle = time.perf_counter()
+        normal = self.rewritten(normal, device)
+        registry = BufferRegistry(self.config.slots, normal.placeholders, self.config.phase)
+        kernels, views = self.config.min_segment_kernels, self.config.outputs == "view"
+        tails, names = registry.tails, registry.names
+        proved = prove(normal, lambda graph: self.judge(graph, device), kernels, tails, names, registry.vet)
+        normal, classified = proved.normal, proved.classified
+        in_vain = copied_for_nothing(normal, lambda n: classified.verdicts[n].kind == "capture")
+        if in_vain:
+            self.uncopied |= in_vain
+            return self.plan()
+        registry.refuse(proved.refused)
+        refused = tuple((registry.declared[i].name, reason) for i, reason in registry.refused.items())
+        declared = Declared(registry.policy, proved.declared, refused)
+        plan = build_plan(self.name, device, normal, classified, views, declared)
+        if set(find_symbols(inputs)) != symbols:  # operations showed that a size is fixed (2 <= s <= 2), but too late
+            return self.plan()
+        self.graph.registry = registry
+        self.hand_over(plan, normal, classified)
+        self.graph.seconds = {"normalise": middle - start, "plan": time.perf_counter() - middle}
+
+    def normalised(self) -> NormalGraph:
+        """The one IR, with what is known of its arguments."""
         normal = normalise(self.gm, self.is_break)
-        inputs = normal.placeholders
-        symbols = set(find_symbols(inputs))
         for placeholder in normal.placeholders:
             placeholder.meta[TRASH] = self.trash_row(placeholder)
             if placeholder.name in self.moving:  # read through a slot like any other argument
                 placeholder.meta["unpinned"] = placeholder.meta.get("static", False)
                 placeholder.meta["static"] = False
-        middle = time.perf_counter()
         unread = unreadable(normal.placeholders)
         if unread is not None:
             raise NormaliseError(unread)
-        device = _device(normal)
-        views = self.config.outputs == "view"
+        return normal
+
+    def rewritten(self, normal: NormalGraph, device: torch.device) -> NormalGraph:
+        """The graph as it is judged: constants hoisted, numbers read on the device, moving arguments copied."""
         normal = host_scalars(hoist(normal, device, self.is_break), device, self.is_break)
         if self.moving:
             normal = copy_back(normal, self.moving - self.uncopied, self.is_break, MAX_COPIED)
-        kernels = self.config.min_segment_kernels
+        return normal
 
-        def judge(graph: NormalGraph) -> Classified:
-            return classify(
-                graph,
-                device,
-                self.is_break,
-                moving=self.moving,
-                min_kernels=kernels,
-                view_outputs=views,
-                borrows=self.is_break.borrows,
-                touches_state=self.is_break.touches_state,
-                refused=self.refused,
-            )
-
-        registry = BufferRegistry(self.config.slots, normal.placeholders, self.config.phase)
-        proved = prove(normal, judge, kernels, registry.tails, registry.names, registry.vet)
-        normal, classified = proved.normal, proved.classified
-        uncopied = copied_for_nothing(normal, lambda n: classified.verdicts[n].kind == "capture")
-        if uncopied:
-            self.uncopied |= uncopied
-            return self.plan()
-        registry.refuse(proved.refused)
-        refused = tuple((registry.declared[i].name, reason) for i, reason in registry.refused.items())
-        plan = build_plan(
-            self.name, device, normal, classified, views, Declared(registry.policy, proved.declared, refused)
+    def judge(self, graph: NormalGraph, device: torch.device) -> Classified:
+        return classify(
+            graph,
+            device,
+            self.is_break,
+            moving=self.moving,
+            min_kernels=self.config.min_segment_kernels,
+            view_outputs=self.config.outputs == "view",
+            borrows=self.is_break.borrows,
+            touches_state=self.is_break.touches_state,
+            refused=self.refused,
         )
-        if set(find_symbols(inputs)) != symbols:  # operations showed that a size is fixed (2 <= s <= 2), but too late
-            return self.plan()
-        self.graph.registry = registry
-        layouts = {n.name: found for n, found in classified.layouts.items()}
-        found = state_of(device)
+
+    def hand_over(self, plan: Plan, normal: NormalGraph, classified: Classified) -> None:
+        """Let the graph use a plan, if its device can record."""
+        graph = self.graph
+        found = state_of(plan.device)
         if isinstance(found, Reason):
-            self.graph.plan, self.graph.reason, self.graph.normal = plan, self.graph.reason or found, normal
+            graph.plan, graph.reason, graph.normal = plan, graph.reason or found, normal
             return
+        layouts = {n.name: by_symbol for n, by_symbol in classified.layouts.items()}
         written = _written_args(normal, classified)
         pure = not written and not any(is_random(n) or has_hidden_effects(n) for n in normal.graph.nodes)
-        self.graph.reason = self.graph.reason or (None if pure else doubtful(normal.graph))
-        self.graph.adopt(plan, normal, layouts, written, found, pure)
-        self.graph.seconds = {"normalise": middle - start, "plan": time.perf_counter() - middle}
+        graph.reason = graph.reason or (None if pure else doubtful(normal.graph))
+        graph.adopt(plan, normal, layouts, written, found, pure)
         self.report(plan)
 
     def trash_row(self, placeholder: Node) -> int | None:
