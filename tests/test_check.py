@@ -203,6 +203,13 @@ def test_usage(module: Path, more: list[str], capsys: pytest.CaptureFixture[str]
     assert "usage: bcg check" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("options", ['{"bucket": [8]}', '{"inductor": "sometimes"}'])
+def test_an_option_that_there_is_not(module: Path, options: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The callable did not raise: it was not called."""
+    assert cli.main(["check", f"{module}:Net", "--options", options]) == 2
+    assert "bcg check" in capsys.readouterr().err
+
+
 def test_without_inputs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "bare.py").write_text("def f(x): return x + 1\n", encoding="utf-8")
     assert cli.main(["check", f"{tmp_path / 'bare.py'}:f"]) == 2

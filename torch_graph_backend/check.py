@@ -22,6 +22,8 @@ from typing import Any
 import torch
 
 from torch_graph_backend import registry
+from torch_graph_backend.config import Config
+from torch_graph_backend.errors import BadOption, UnknownOption
 from torch_graph_backend.explain import PLAIN, Explanation
 from torch_graph_backend.explanation import graph_part, lines_of
 from torch_graph_backend.passes.source_lines import line_of
@@ -33,7 +35,7 @@ INPUTS = "example_inputs"
 
 
 class TargetError(ValueError):
-    """The target or its inputs cannot be had; the message says why, and names the target."""
+    """The target, its inputs or the options cannot be had; the message says why, and names the target."""
 
     def __init__(self, target: str, problem: str) -> None:
         super().__init__(f"{target} {problem}")
@@ -134,14 +136,19 @@ def check(
     ``example_inputs()`` is called. Either gives a tuple of positional arguments, a dict of keyword arguments, or a list
     of those, one for each call; anything else is the only argument.
 
-    Raises ``TargetError`` for a target or inputs that cannot be had; what the callable raises is passed on.
+    Raises ``TargetError`` for a target, inputs or options that cannot be had; what the callable raises is passed on.
     """
+    options = {**PLAIN, **(options or {})}
+    try:
+        Config.parse(options)
+    except (UnknownOption, BadOption) as error:
+        raise TargetError(target, f"cannot be compiled: {error}") from error
     module, function = _load(target)
     calls = _calls(module, inputs)
     known = {id(g) for g in registry.all_graphs()}
     skipped = skipped_frames()
     wrapped = registry.wraps_bcg(function)
-    compiled = function if wrapped else torch.compile(function, backend="bcg", options={**PLAIN, **(options or {})})
+    compiled = function if wrapped else torch.compile(function, backend="bcg", options=options)
     with torch.no_grad():
         for args, kwargs in calls:
             compiled(*args, **kwargs)

@@ -73,7 +73,7 @@ class GraphSlot:
     * ``padding_policy``, ``pad_value``: see ``PaddingPolicy``.
     * ``enabled``: ``False`` leaves the argument as if it were not declared.
     * ``copy_from_fb``: ``False`` for a computed slot, whose value does not come from the caller's argument.
-    * ``post_fill(rows, arguments)``: writes the real rows of a computed slot in place; ``arguments`` maps names to what
+    * ``post_fill(rows, arguments)``: writes all real rows of a computed slot in place; ``arguments`` maps names to what
       the call was given.
     * ``slice_fn(buffer, bs, tokens)``: the view of the buffer that holds the real rows, for layouts that are not padded
       on dimension 0 (``[3, T]``). The graph knows it too; a view that differs is refused (``SlotError``).
