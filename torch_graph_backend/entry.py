@@ -209,9 +209,7 @@ class Entry:
         values: dict[str, Any] = {}
         pinned = [args[i] for i in self.plan.pinned]
         errors: list[Exception] = []
-        self.recorder.has_room(
-            self.demand
-        )  # if it can; what a recording asks for is less, and tells if it is not there
+        self.recorder.has_room(self.demand)  # makes some if it can; a recording that lacks some says so
         try:
             with self.recorder.record_session(self.writes_inference(args)):
                 for step in shown(self.plan.segments, f"recording {self.key}", progress):
