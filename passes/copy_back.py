@@ -4,8 +4,9 @@ Contract. A segment that changes an argument is recorded with its address. An ar
 object for each generation) cannot be pinned, so what changes it would be eager, write after write. Where its bytes are
 few, the graph works on a copy instead, and one ``copy_`` at the end, which is eager, gives the caller's tensor its new
 contents. ``copy_back`` changes the graph only where nobody can tell the difference: the caller gets no view of the
-argument from this graph, its copy has the same strides, and no user code runs that could see the argument, or raise
-between the first change and the last.
+argument from this graph, its copy has the same strides, and from the first change on nothing runs that could see the
+argument or raise: no user code, no check, no factorisation. (An index out of range may raise on a CPU; the argument is
+then as it was, where eager code has changed some of it. A GPU does not survive it.)
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from collections.abc import Callable, Collection
 import torch
 from torch.fx import Node
 
-from .alias import Aliasing, analyse_aliases, has_hidden_effects
+from .alias import Aliasing, analyse_aliases, has_hidden_effects, may_raise
 from .capturable import BreakPredicate
 from .normalize import NormalGraph
 from .torch_api import OpOverload, size_hint
 
 aten = torch.ops.aten
+
+_INDEXED = ("index", "gather", "scatter", "embedding", "take", "put", "one_hot")
 
 
 def copy_back(normal: NormalGraph, moving: Collection[str], is_break: BreakPredicate, max_bytes: int) -> NormalGraph:
@@ -46,7 +49,15 @@ def _works_on_a_copy(normal: NormalGraph, aliasing: Aliasing, p: Node, is_break:
     order = list(normal.graph.nodes)
     first = next(i for i, n in enumerate(order) if memory in aliasing.writes.get(n, ()))
     touching = {u for n in members for u in n.users} | {n for n in aliasing.writes if memory in aliasing.writes[n]}
-    return not any(_is_foreign(n, is_break) for i, n in enumerate(order) if i >= first or n in touching)
+    after = order[first:]
+    return not any(_is_foreign(n, is_break) for n in {*after, *touching}) and not any(map(_checks_data, after))
+
+
+def _checks_data(node: Node) -> bool:
+    """Whether an operation raises for some data, but for indices."""
+    if not may_raise(node) or not isinstance(node.target, OpOverload):
+        return False
+    return not any(part in node.target._schema.name for part in _INDEXED)
 
 
 def _is_foreign(node: Node, is_break: BreakPredicate) -> bool:

@@ -182,6 +182,25 @@ def test_a_break_that_raises_leaves_what_eager_code_leaves(device: str) -> None:
     assert cache.eq(6.0).all()
 
 
+def test_a_check_that_raises_leaves_what_eager_code_leaves(device: str) -> None:
+    """No user code, and yet it stops a call half-way."""
+
+    def f(x: Tensor, cache: Tensor) -> Tensor:
+        cache.add_(1.0)
+        return torch.linalg.cholesky(x * 1) * cache
+
+    fast = torch.compile(f, backend="bcg", options={"inductor": "off"})
+    good = torch.eye(W, device=device) * 4
+    for i in range(CALLS):
+        cache = torch.full((W, W), float(i), device=device)
+        torch.testing.assert_close(fast(good, cache), f(good, torch.full((W, W), float(i), device=device)))
+        assert cache.eq(i + 1.0).all()
+    cache = torch.zeros(W, W, device=device)
+    with pytest.raises(torch.linalg.LinAlgError):
+        fast(-good, cache)
+    assert cache.eq(1.0).all()
+
+
 def test_two_arguments_that_overlap(device: str) -> None:
     """Only at some calls: those run eagerly."""
 
