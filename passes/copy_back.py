@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection
 import torch
 from torch.fx import Node
 
-from .alias import Aliasing, analyse_aliases, has_hidden_effects, may_raise
+from .alias import Aliasing, analyse_aliases, has_hidden_effects, is_random, may_raise
 from .capturable import BreakPredicate
 from .host_reads import host_read
 from .normalize import NormalGraph
@@ -64,10 +64,10 @@ def _works_on_a_copy(
 
 
 def _raises_from_host(node: Node, device: torch.device) -> bool:
-    """An operation that raises because of data that the host reads."""
+    """An operation that raises because of data that the host reads. (Some random ones do: a wrong distribution.)"""
     if not isinstance(node.target, OpOverload) or not may_raise(node):
         return False
-    return "assert" in node.target._schema.name or host_read(node, device) is not None
+    return "assert" in node.target._schema.name or is_random(node) or host_read(node, device) is not None
 
 
 def _is_foreign(node: Node, is_break: BreakPredicate) -> bool:
