@@ -4,9 +4,12 @@ Contract. A segment that changes an argument is recorded with its address. An ar
 object for each generation) cannot be pinned, so what changes it would be eager, write after write. Where its bytes are
 few, the graph works on a copy instead, and one ``copy_`` at the end, which is eager, gives the caller's tensor its new
 contents. ``copy_back`` changes the graph only where nobody can tell the difference: the caller gets no view of the
-argument from this graph, its copy has the same strides, and from the first change on nothing runs that could see the
-argument or raise: no user code, no check, no factorisation. (An index out of range may raise on a CPU; the argument is
-then as it was, where eager code has changed some of it. A GPU does not survive it.)
+argument from this graph, its copy has the same strides, and behind the first change nothing runs that could see the
+argument (user code) or raise from the host (that, a singular matrix, a failed check): an exception leaves in the
+argument what eager code leaves there.
+
+An index out of range is no such exception. A GPU answers it with an error that ends the process's work on it; on a CPU
+it raises, and the argument has the contents that it came with.
 """
 
 from __future__ import annotations
@@ -16,21 +19,26 @@ from collections.abc import Callable, Collection
 import torch
 from torch.fx import Node
 
-from .alias import Aliasing, analyse_aliases, has_hidden_effects, may_raise
+from .alias import Aliasing, analyse_aliases, has_hidden_effects, is_random, may_raise
 from .capturable import BreakPredicate
+from .host_reads import host_read
 from .normalize import NormalGraph
 from .torch_api import OpOverload, size_hint
 
 aten = torch.ops.aten
 
-_INDEXED = ("index", "gather", "scatter", "embedding", "take", "put", "one_hot")
 
-
-def copy_back(normal: NormalGraph, moving: Collection[str], is_break: BreakPredicate, max_bytes: int) -> NormalGraph:
+def copy_back(
+    normal: NormalGraph, device: torch.device, moving: Collection[str], is_break: BreakPredicate, max_bytes: int
+) -> NormalGraph:
     """The graph (changed in place), with the arguments named in ``moving`` that are changed copied in and back;
     ``max_bytes``: of all of them together, at the sizes of the first call."""
     aliasing = analyse_aliases(normal.graph, lambda n: has_hidden_effects(n) or is_break(n) is not None)
-    found = [p for p in normal.placeholders if p.name in moving and _works_on_a_copy(normal, aliasing, p, is_break)]
+    raising = {n for n in normal.graph.nodes if _raises_from_host(n, device)}
+    foreign = {n for n in normal.graph.nodes if _is_foreign(n, is_break)}
+    found = [
+        p for p in normal.placeholders if p.name in moving and _works_on_a_copy(normal, aliasing, p, raising, foreign)
+    ]
     if found and sum(_nbytes(p) for p in found) <= max_bytes:
         output = next(n for n in normal.graph.nodes if n.op == "output")
         for p in found:
@@ -38,7 +46,9 @@ def copy_back(normal: NormalGraph, moving: Collection[str], is_break: BreakPredi
     return normal
 
 
-def _works_on_a_copy(normal: NormalGraph, aliasing: Aliasing, p: Node, is_break: BreakPredicate) -> bool:
+def _works_on_a_copy(
+    normal: NormalGraph, aliasing: Aliasing, p: Node, raising: Collection[Node], foreign: Collection[Node]
+) -> bool:
     value, memory = p.meta.get("val"), aliasing.set_of.get(p)
     if memory is None or not aliasing.written(p) or not isinstance(value, torch.Tensor) or value.is_inference():
         return False
@@ -49,15 +59,15 @@ def _works_on_a_copy(normal: NormalGraph, aliasing: Aliasing, p: Node, is_break:
     order = list(normal.graph.nodes)
     first = next(i for i, n in enumerate(order) if memory in aliasing.writes.get(n, ()))
     touching = {u for n in members for u in n.users} | {n for n in aliasing.writes if memory in aliasing.writes[n]}
-    after = order[first:]
-    return not any(_is_foreign(n, is_break) for n in {*after, *touching}) and not any(map(_checks_data, after))
+    behind = order[first:]
+    return not any(n in raising or n in foreign for n in behind) and not any(n in foreign for n in touching)
 
 
-def _checks_data(node: Node) -> bool:
-    """Whether an operation raises for some data, but for indices."""
-    if not may_raise(node) or not isinstance(node.target, OpOverload):
+def _raises_from_host(node: Node, device: torch.device) -> bool:
+    """An operation that raises because of data that the host reads. (Some random ones do: a wrong distribution.)"""
+    if not isinstance(node.target, OpOverload) or not may_raise(node):
         return False
-    return not any(part in node.target._schema.name for part in _INDEXED)
+    return "assert" in node.target._schema.name or is_random(node) or host_read(node, device) is not None
 
 
 def _is_foreign(node: Node, is_break: BreakPredicate) -> bool:

@@ -182,23 +182,58 @@ def test_a_break_that_raises_leaves_what_eager_code_leaves(device: str) -> None:
     assert cache.eq(6.0).all()
 
 
-def test_a_check_that_raises_leaves_what_eager_code_leaves(device: str) -> None:
-    """No user code, and yet it stops a call half-way."""
+RAISING: dict[str, Callable[[Tensor], Any]] = {
+    "singular": torch.linalg.inv,
+    "not positive": torch.linalg.cholesky,
+    "assert": lambda t: torch._assert_async(t[0, 0] != 0),
+    "no distribution": lambda t: torch.multinomial(t, 1),
+}
 
-    def f(x: Tensor, cache: Tensor) -> Tensor:
+
+@pytest.mark.parametrize("name", RAISING)
+def test_an_operation_that_raises_leaves_what_eager_code_leaves(device: str, name: str) -> None:
+    """It raises on the host, between the first change and the last: the first one is in the caller's tensor."""
+    if name in ("assert", "no distribution") and device != "cpu":
+        pytest.skip("a failed assertion on a device ends all work on it")
+
+    def f(x: Tensor, cache: Tensor, t: Tensor) -> Tensor:
         cache.add_(1.0)
-        return torch.linalg.cholesky(x * 1) * cache
+        y = torch.relu(x * 2) + cache
+        RAISING[name](t)
+        cache.mul_(2.0)
+        return y * cache + 1
 
     fast = torch.compile(f, backend="bcg", options={"inductor": "off"})
-    good = torch.eye(W, device=device) * 4
+    good, bad = torch.eye(2, device=device), torch.zeros(2, 2, device=device)
     for i in range(CALLS):
-        cache = torch.full((W, W), float(i), device=device)
-        torch.testing.assert_close(fast(good, cache), f(good, torch.full((W, W), float(i), device=device)))
-        assert cache.eq(i + 1.0).all()
-    cache = torch.zeros(W, W, device=device)
-    with pytest.raises(torch.linalg.LinAlgError):
-        fast(-good, cache)
-    assert cache.eq(1.0).all()
+        x, cache = torch.randn(3, W, device=device), torch.full((3, W), float(i), device=device)
+        twin = cache.clone()
+        torch.testing.assert_close(fast(x, cache, good), f(x, twin, good))
+        assert torch.equal(cache, twin)
+    cache = torch.full((3, W), 5.0, device=device)
+    with pytest.raises(RuntimeError):
+        fast(x, cache, bad)
+    assert cache.eq(6.0).all()
+    torch.testing.assert_close(fast(x, twin.clone(), good), f(x, twin.clone(), good))
+
+
+def test_an_operation_that_raises_before_the_first_change(device: str) -> None:
+    """There a copy changes nothing, and is made."""
+
+    def f(x: Tensor, cache: Tensor, t: Tensor) -> Tensor:
+        y = torch.relu(x * 2) + torch.linalg.inv(t).sum()
+        cache.add_(1.0).mul_(2.0)
+        return y * cache + 1
+
+    good, bad = torch.eye(2, device=device), torch.zeros(2, 2, device=device)
+    calls = [(torch.randn(3, W).to(device), torch.full((3, W), float(i), device=device), good) for i in range(CALLS)]
+    fast = torch.compile(f, backend="bcg", options={"inductor": "off"})
+    plan = check(f, calls)
+    assert "copy_" in eager_ops(plan), plan
+    cache = torch.full((3, W), 5.0, device=device)
+    with pytest.raises(RuntimeError):
+        fast(calls[0][0], cache, bad)
+    assert cache.eq(5.0).all()
 
 
 def test_two_arguments_that_overlap(device: str) -> None:

@@ -201,7 +201,7 @@ class _Compiler:
         """The graph as it is judged: constants hoisted, numbers read on the device, moving arguments copied."""
         normal = host_scalars(hoist(normal, device, self.is_break), device, self.is_break)
         if self.moving:
-            normal = copy_back(normal, self.moving - self.uncopied, self.is_break, MAX_COPIED)
+            normal = copy_back(normal, device, self.moving - self.uncopied, self.is_break, MAX_COPIED)
         return normal
 
     def judge(self, graph: NormalGraph, device: torch.device) -> Classified:
