@@ -104,12 +104,11 @@ def close(model: Any) -> None:
     A graph that has no weights at all, as there may be between two graph breaks, is closed for all of them.
     Memory of the pool, which all models of a device share, goes back to the device with its last recording.
     """
-    inner = registry.unwrap(model)
-    mine = {id(t) for t in (*inner.parameters(), *inner.buffers())} if isinstance(inner, torch.nn.Module) else set()
+    mine = registry.weights_of(registry.unwrap(model))
     for graph in registry.graphs_of(model):
-        given = list(graph.given)
-        if mine and any(id(t) not in mine for t in given):
-            graph.release({t.data_ptr() for t in given if id(t) in mine})
+        given = [mark.among(mine) for mark in graph.given]
+        if mine and any(t is None for t in given):
+            graph.release({t.data_ptr() for t in given if t is not None})
         else:
             graph.close()
 

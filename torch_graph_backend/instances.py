@@ -9,9 +9,8 @@ they are better copied in than recorded again.
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,23 +34,6 @@ class Instance:
     @property
     def gone(self) -> bool:
         return any(ref.expired() for ref in self.memory.values())
-
-
-class Met:
-    """Tensors that were seen and are still there, held weakly."""
-
-    def __init__(self) -> None:
-        self._refs: dict[int, weakref.ref[torch.Tensor]] = {}
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter([t for ref in list(self._refs.values()) if (t := ref()) is not None])
-
-    def add(self, tensors: Iterable[torch.Tensor]) -> None:
-        for t in tensors:
-            ref = self._refs.get(id(t))
-            if ref is None or ref() is not t:
-                self._refs = {k: r for k, r in self._refs.items() if r() is not None}
-                self._refs[id(t)] = weakref.ref(t)
 
 
 class Instances:

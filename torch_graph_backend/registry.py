@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -24,6 +24,7 @@ import torch
 from torch_graph_backend.ledger import log
 from torch_graph_backend.passes.torch_api import backend_of, recompile_limit
 from torch_graph_backend.runner import CompiledGraph
+from torch_graph_backend.tensor_marks import Mark
 
 #: How Dynamo names the rest of a function behind a graph break; its first line is the function's or the break's.
 _RESUMED = "torch_dynamo_resume_in_"
@@ -36,7 +37,7 @@ class _Known:
 
     graph: weakref.ref[CompiledGraph]
     codes: tuple[CodeType, ...]
-    given: tuple[weakref.ref[torch.Tensor], ...]
+    given: tuple[Mark, ...]
     weighted: bool
 
 
@@ -49,7 +50,7 @@ def remember(graph: CompiledGraph, codes: Sequence[CodeType], given: Sequence[to
     """Note a compiled graph, the code it was traced from (outermost first), the tensors that it was given, or holds,
     and whether some of them are weights."""
     _graphs[:] = [g for g in _graphs if g.graph() is not None]
-    _graphs.append(_Known(weakref.ref(graph), tuple(codes), tuple(weakref.ref(t) for t in given), weighted))
+    _graphs.append(_Known(weakref.ref(graph), tuple(codes), tuple(map(Mark, given)), weighted))
     if codes:
         _check_limit(codes[0])
 
@@ -85,18 +86,23 @@ def graphs_of(model: Any) -> list[CompiledGraph]:
     """The compiled graphs of a module, a compiled module, or a (compiled) function."""
     model = unwrap(model)
     wanted = _codes_of(model)
-    mine: set[int] = set()
+    mine = weights_of(model)
     if isinstance(model, torch.nn.Module):
-        mine = {id(t) for t in (*model.parameters(), *model.buffers())}
         own = (m for m in model.modules() if not type(m).__module__.startswith("torch."))
         wanted = wanted.union(*(_codes_of(m) for m in own))
     return [graph for g in _graphs if (graph := g.graph()) is not None and _is_of(g, graph, mine, wanted)]
 
 
-def _is_of(known: _Known, graph: CompiledGraph, weights: set[int], wanted: set[CodeType]) -> bool:
+def weights_of(model: Any) -> dict[int, torch.Tensor]:
+    """Parameters and buffers of a module by their ``id``; nothing of anything else."""
+    found = (*model.parameters(), *model.buffers()) if isinstance(model, torch.nn.Module) else ()
+    return {id(t): t for t in found}
+
+
+def _is_of(known: _Known, graph: CompiledGraph, weights: Mapping[int, torch.Tensor], wanted: set[CodeType]) -> bool:
     """Whether a graph is that of a module with these weights, or, where one of both has none, of this code."""
     if weights and known.weighted:
-        return any(id(t) in weights for t in (*(ref() for ref in known.given), *graph.given))
+        return any(mark.among(weights) is not None for mark in (*known.given, *graph.given))
     return any(_part_of(code, w) for code in known.codes[:1] for w in wanted)
 
 

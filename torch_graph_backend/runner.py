@@ -25,7 +25,7 @@ from torch_graph_backend.device_state import DeviceState
 from torch_graph_backend.entry import Entry
 from torch_graph_backend.errors import StrictModeError
 from torch_graph_backend.inductor import Compiles, prepare
-from torch_graph_backend.instances import MAX_MOVES, Instance, Instances, Met
+from torch_graph_backend.instances import MAX_MOVES, Instance, Instances
 from torch_graph_backend.ledger import Ledger, log
 from torch_graph_backend.passes.normalize import NormalGraph
 from torch_graph_backend.passes.reasons import Reason
@@ -35,6 +35,7 @@ from torch_graph_backend.plan import Plan
 from torch_graph_backend.recorders.base import SHORTAGE
 from torch_graph_backend.shape_key import ShapeKey
 from torch_graph_backend.shortage import no_buffers, ran_out, with_all_memory
+from torch_graph_backend.tensor_marks import Marks
 from torch_graph_backend.validate import bucket_reason
 
 #: A recording that was replayed this often paid: recording 18 kernels took 0.32 ms on an H200, a replay saves 0.1.
@@ -60,7 +61,7 @@ class CompiledGraph:
         self.turns_grad_on = self.pure = False
         self.ambient = takes_ambient_device(gm)
         #: Weights as they are met: of other modules that share the graph, and new ones.
-        self.given = Met()
+        self.given = Marks()
         self.closed = False
         self.registry = BufferRegistry()
         self.compiles = Compiles()
