@@ -194,7 +194,7 @@ RAISING: dict[str, Callable[[Tensor], Any]] = {
 def test_an_operation_that_raises_leaves_what_eager_code_leaves(device: str, name: str) -> None:
     """It raises on the host, between the first change and the last: the first one is in the caller's tensor."""
     if name in ("assert", "no distribution") and device != "cpu":
-        pytest.skip("a failed assertion on a device ends all work on it")
+        pytest.skip("needs a CPU: a failed assertion on a GPU ends all work on it")
 
     def f(x: Tensor, cache: Tensor, t: Tensor) -> Tensor:
         cache.add_(1.0)

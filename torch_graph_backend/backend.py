@@ -27,6 +27,7 @@ from torch_graph_backend.ledger import log
 from torch_graph_backend.passes.alias import has_hidden_effects, is_random
 from torch_graph_backend.passes.classify import Classified, classify
 from torch_graph_backend.passes.copy_back import copied_for_nothing, copy_back
+from torch_graph_backend.passes.dynamo_api import reset_with_dynamo
 from torch_graph_backend.passes.hoist import hoist
 from torch_graph_backend.passes.host_scalars import host_scalars
 from torch_graph_backend.passes.normalize import NormalGraph, NormaliseError, normalise
@@ -35,7 +36,7 @@ from torch_graph_backend.passes.reasons import Reason
 from torch_graph_backend.passes.slot_proof import prove
 from torch_graph_backend.passes.source_lines import function_name
 from torch_graph_backend.passes.symbols import find_symbols, unreadable
-from torch_graph_backend.passes.torch_api import TracingContext, reset_with_dynamo
+from torch_graph_backend.passes.torch_api import TracingContext
 from torch_graph_backend.plan import Plan
 from torch_graph_backend.plan_build import Declared, build_plan
 from torch_graph_backend.runner import MAX_COPIED, CompiledGraph

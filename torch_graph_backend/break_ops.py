@@ -25,8 +25,9 @@ from torch_graph_backend.config import Without
 from torch_graph_backend.errors import BreakOpError, nearest
 from torch_graph_backend.ledger import log
 from torch_graph_backend.passes.capturable import name_of
+from torch_graph_backend.passes.dynamo_api import is_in_graph
 from torch_graph_backend.passes.reasons import Reason
-from torch_graph_backend.passes.torch_api import HigherOrderOperator, OpOverload, OpOverloadPacket, is_in_graph
+from torch_graph_backend.passes.torch_api import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 #: Functions that make a higher-order op, under the name of that op.
 _HIGHER_ORDER = {

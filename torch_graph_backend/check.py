@@ -26,8 +26,8 @@ from torch_graph_backend.config import Config
 from torch_graph_backend.errors import BadOption, UnknownOption
 from torch_graph_backend.explain import PLAIN, Explanation
 from torch_graph_backend.explanation import graph_part, lines_of
+from torch_graph_backend.passes.dynamo_api import break_behind, skipped_frames
 from torch_graph_backend.passes.source_lines import line_of
-from torch_graph_backend.passes.torch_api import break_behind, skipped_frames
 from torch_graph_backend.stats import stats
 
 #: The function of the module that makes example inputs, unless an expression is given.

@@ -34,9 +34,9 @@ import torch
 
 from torch_graph_backend.ledger import log
 from torch_graph_backend.passes.capturable import name_of
+from torch_graph_backend.passes.dynamo_api import compile_id, on_bytecode
 from torch_graph_backend.passes.normalize import NormalGraph
 from torch_graph_backend.passes.source_lines import where
-from torch_graph_backend.passes.torch_api import compile_id, on_bytecode
 from torch_graph_backend.plan import CapturedSegment, Plan
 from torch_graph_backend.plan_text import flow_text
 from torch_graph_backend.runner import CompiledGraph

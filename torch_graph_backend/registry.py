@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from torch_graph_backend.ledger import log
-from torch_graph_backend.passes.torch_api import backend_of, recompile_limit
+from torch_graph_backend.passes.dynamo_api import backend_of, recompile_limit
 from torch_graph_backend.runner import CompiledGraph
 from torch_graph_backend.tensor_marks import Mark
 

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from torch_graph_backend import registry
+from torch_graph_backend.passes.dynamo_api import backend_of, cache_entries
 from torch_graph_backend.passes.reasons import Reason
-from torch_graph_backend.passes.torch_api import backend_of, cache_entries
 from torch_graph_backend.runner import CompiledGraph
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
