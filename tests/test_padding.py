@@ -255,9 +255,9 @@ def test_a_deep_graph_is_fast():
         return x
 
     gm, symbols = trace(model, ["B,T,8", "8", "8,8", "8,8"])
-    start = time.perf_counter()
+    start = time.process_time()  # other processes of a busy machine do not count
     result = analyse(gm.graph, list(symbols.values()), eager={}, mutated=())
-    took = time.perf_counter() - start
+    took = time.process_time() - start
     assert len(gm.graph.nodes) > 1200
     assert {n.target for n in result.reasons} == {aten.scaled_dot_product_attention.default}
     assert took < 1.0, f"{took:.2f} s for {len(gm.graph.nodes)} nodes"
